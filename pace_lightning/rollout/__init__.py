@@ -1,0 +1,1 @@
+"""The rollout side: one background thread, one event loop, one engine."""

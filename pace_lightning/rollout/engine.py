@@ -1,0 +1,98 @@
+"""What the rollout thread asks of a generation engine, whichever it is.
+
+Token ids in, token ids out. An engine is driven from one event loop, that of the rollout thread; it may run its own
+threads or processes behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pace_lightning.core.trajectory import PolicyVersion
+
+
+class EngineError(RuntimeError):
+    """The engine is unusable: it never became ready, died, or refused the weights."""
+
+
+class RequestError(RuntimeError):
+    """One request failed; the engine lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. The distribution is the whole softmax at ``temperature``: nothing is cut off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One response. Per-token tuples have length T >= 1, the stop token included."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Under the distribution that was sampled from, temperature included."""
+    versions: tuple[PolicyVersion, ...]
+    completed_at: PolicyVersion
+    """The trainer's version when the last token arrived."""
+    truncated: bool
+    """True if the token limit ended it."""
+
+
+class RolloutEngine(Protocol):
+    """A generator whose weights can be replaced while it generates."""
+
+    num_threads: int | None
+    """Intra-op threads of a step on CPU, changeable at any time; None if the engine manages its own."""
+
+    async def start(self, clock: Callable[[], PolicyVersion]) -> None:
+        """Become ready.
+
+        Args:
+            clock: the trainer's version, read when a response completes.
+
+        Raises:
+            EngineError: if it cannot.
+        """
+        ...
+
+    async def generate(self, prompt: Sequence[int], *, n: int, sampling: Sampling) -> list[Completion]:
+        """Sample ``n`` responses to one prompt. Cancelling the call frees the engine of the work.
+
+        Raises:
+            RequestError: if this request failed.
+            EngineError: if the engine did.
+        """
+        ...
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """No token flows inside the context; running requests continue after it, also after an error."""
+        ...
+
+    async def load_weights(self, weights: Mapping[str, Tensor], *, version: PolicyVersion) -> None:
+        """Replace the weights; call it while paused. Tokens sampled from now on carry ``version``.
+
+        Args:
+            weights: name to tensor; read before the call returns, never kept.
+            version: of these weights.
+
+        Raises:
+            EngineError: if names or shapes differ from the engine's own; then nothing was loaded.
+        """
+        ...
+
+    def describe(self) -> str:
+        """One line for error messages: what it is doing."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and leave no thread or process behind. Idempotent, bounded in time."""
+        ...

@@ -1,0 +1,376 @@
+"""An engine inside the trainer's process: transformers' continuous batching on its own copy of the weights.
+
+How a request runs. The G responses to one prompt are one request that is forked after its prefill, so that the prompt is
+computed once. Tokens are streamed to the event loop, where each is stamped with the version of the weights that sampled
+it. Weights are copied in place while the generation loop is parked between two steps.
+
+KV cache of running sequences at a publication:
+
+    recompute   cancel every running request and submit prompt + partial response again; the new prefill is made
+                with the new weights (AReaL, arXiv:2505.24298)
+    keep        go on with keys and values of the old weights (PipelineRL, arXiv:2509.19128)
+
+No prefix cache is shared between requests, so none can outlive its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import math
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+
+GREEDY_TEMPERATURE = 1e-4
+"""What temperature 0 is served as: differences of logits above 0.01 decide with certainty."""
+
+_PAGE_TOKENS = 32
+_HEALTH_CHECK_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Response:
+    """One response being generated, across resubmissions."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[PolicyVersion] = field(default_factory=list)
+    offset: int = 0
+    """Tokens that were generated before the present submission, and are part of its prompt."""
+    completion: Completion | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """The responses to one prompt."""
+
+    prompt: list[int]
+    sampling: Sampling
+    responses: list[_Response]
+    finished: asyncio.Future[None]
+    ids: dict[str, _Response] = field(default_factory=dict)
+    """Live request ids of the manager."""
+
+
+class LocalEngine:
+    """Drives a `ContinuousBatchingManager`.
+
+    Args:
+        model: a causal LM that belongs to this engine alone, in the dtype to generate with.
+        stop_token_ids: tokens that end a response.
+        pad_token_id: any valid id.
+        max_sequence_tokens: longest prompt plus response.
+        max_running: sequences decoded at once.
+        max_batch_tokens: tokens of one step, prefill and decode together.
+        cache_tokens: size of the KV cache; None for ``max_running`` sequences of full length.
+        recompute_cache: what to do with running sequences when weights change, see the module's header.
+        temperatures: every temperature that will be asked for.
+        num_threads: intra-op threads of a step on CPU; may be changed at any time through the attribute.
+        seed: of the sampling; sets torch's global generator when the engine starts.
+        startup_timeout_seconds: for `start`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_sequence_tokens: int,
+        max_running: int = 64,
+        max_batch_tokens: int = 512,
+        cache_tokens: int | None = None,
+        recompute_cache: bool = True,
+        temperatures: Iterable[float] = (1.0,),
+        num_threads: int | None = None,
+        seed: int = 0,
+        startup_timeout_seconds: float = 120.0,
+    ) -> None:
+        self.num_threads = num_threads
+        self._model: Any = model
+        self._stop_token_ids = list(stop_token_ids)
+        self._pad_token_id = pad_token_id
+        self._max_sequence_tokens = max_sequence_tokens
+        self._max_running = max_running
+        self._max_batch_tokens = max_batch_tokens
+        pages = math.ceil((max_sequence_tokens + 1) / _PAGE_TOKENS)
+        self._num_blocks = (
+            (max_running + 1) * pages if cache_tokens is None else math.ceil(cache_tokens / _PAGE_TOKENS)
+        )
+        if self._num_blocks < pages:
+            raise ValueError(
+                f"a KV cache of {self._num_blocks * _PAGE_TOKENS} tokens cannot hold one sequence of "
+                f"{max_sequence_tokens} tokens; raise engine.cache_tokens"
+            )
+        self._recompute_cache = recompute_cache
+        self._temperatures = {_served(t) for t in temperatures}
+        self._seed = seed
+        self._startup_timeout_seconds = startup_timeout_seconds
+        self._parameters = {name: p.data for name, p in model.named_parameters()}
+        self._manager: Any = None
+        self._clock: Callable[[], PolicyVersion] = lambda: 0
+        self._version: PolicyVersion = 0
+        self._requests: list[_Request] = []
+        self._serial = itertools.count()
+        self._num_tokens = 0
+        self._executor: ThreadPoolExecutor | None = None
+        self._threads_in_use: int | None = None
+
+    @property
+    def num_tokens_generated(self) -> int:
+        """Tokens sampled since the start."""
+        return self._num_tokens
+
+    async def start(self, clock: Callable[[], PolicyVersion]) -> None:
+        """See `RolloutEngine.start`."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        self._clock = clock
+        default_temperature = next((t for t in sorted(self._temperatures) if t != 1.0), 1.0)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="local-engine-pause")
+        self._model.register_forward_pre_hook(self._apply_threads)
+        self._manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(
+                do_sample=True,
+                temperature=default_temperature,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=self._stop_token_ids,
+                pad_token_id=self._pad_token_id,
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=_PAGE_TOKENS,
+                num_blocks=self._num_blocks,
+                max_batch_tokens=self._max_batch_tokens,
+                max_requests_per_batch=self._max_running,
+                return_logprobs=True,
+                seed=self._seed,
+                allow_block_sharing=False,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                per_request_processors=default_temperature != 1.0,
+            ),
+        )
+        self._per_request_temperature = default_temperature != 1.0
+        self._manager.start()
+        deadline = time.monotonic() + self._startup_timeout_seconds
+        while self._manager.batch_processor is None:
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the local engine was not ready after {self._startup_timeout_seconds} s "
+                    "(engine.startup_timeout_seconds)"
+                )
+            await asyncio.sleep(0.01)
+
+    async def generate(self, prompt: Sequence[int], *, n: int, sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`."""
+        length = len(prompt) + sampling.max_new_tokens
+        if length > self._max_sequence_tokens:
+            raise RequestError(
+                f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the engine's "
+                f"{self._max_sequence_tokens}"
+            )
+        if _served(sampling.temperature) not in self._temperatures:
+            raise RequestError(
+                f"temperature {sampling.temperature} was not announced to the engine; known: "
+                f"{sorted(self._temperatures)}"
+            )
+        self._check_alive()
+        request = _Request(
+            prompt=list(prompt),
+            sampling=sampling,
+            responses=[_Response() for _ in range(n)],
+            finished=asyncio.get_running_loop().create_future(),
+        )
+        self._requests.append(request)
+        try:
+            self._submit(request)
+            while not request.finished.done():
+                await asyncio.wait([request.finished], timeout=_HEALTH_CHECK_SECONDS)
+                self._check_alive()
+            request.finished.result()
+        finally:
+            self._requests.remove(request)
+            self._withdraw(request)
+        return [response.completion for response in request.responses if response.completion is not None]
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """See `RolloutEngine.paused`. Waits for the engine's present step to end."""
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        pause = self._manager.pause()
+        # The pause belongs to a thread, so one thread does both; the loop stays free for tokens meanwhile.
+        entered = loop.run_in_executor(self._executor, pause.__enter__)
+        try:
+            try:
+                await asyncio.shield(entered)
+            except RuntimeError as error:
+                raise EngineError("the local engine's generation loop is gone") from error
+            yield
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.shield(entered)
+                await loop.run_in_executor(self._executor, pause.__exit__, None, None, None)
+
+    async def load_weights(self, weights: Mapping[str, Tensor], *, version: PolicyVersion) -> None:
+        """See `RolloutEngine.load_weights`."""
+        self._compare_manifest(weights)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._copy, weights)
+        self._version = version
+        with contextlib.suppress(queue.Empty):  # tokens of requests withdrawn since the last publication
+            while True:
+                self._manager.output_router.output_queue.get_nowait()
+        if self._recompute_cache:
+            for request in self._requests:
+                if not request.finished.done():
+                    self._withdraw(request)
+                    self._submit(request)
+
+    def describe(self) -> str:
+        """See `RolloutEngine.describe`."""
+        waiting = sum(r.completion is None for q in self._requests for r in q.responses)
+        alive = self._manager is not None and self._manager.is_running()
+        return (
+            f"local engine {'running' if alive else 'stopped'} at version {self._version}, "
+            f"{len(self._requests)} requests with {waiting} unfinished responses, "
+            f"{self._num_tokens} tokens so far"
+        )
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        manager, self._manager = self._manager, None
+        executor, self._executor = self._executor, None
+        if manager is not None:
+            stop = functools.partial(manager.stop, block=True, timeout=30.0, hard_stop=True)
+            await asyncio.get_running_loop().run_in_executor(None, stop)
+        if executor is not None:
+            executor.shutdown(wait=False)
+
+    def _compare_manifest(self, weights: Mapping[str, Tensor]) -> None:
+        missing = sorted(self._parameters.keys() - weights.keys())
+        unknown = sorted(weights.keys() - self._parameters.keys())
+        shapes = [
+            f"{name}: engine {tuple(own.shape)}, trainer {tuple(weights[name].shape)}"
+            for name, own in self._parameters.items()
+            if name in weights and own.shape != weights[name].shape
+        ]
+        if missing or unknown or shapes:
+            raise EngineError(
+                "trainer and engine disagree on the weights; nothing was loaded. "
+                f"Missing: {missing[:5]}; unknown to the engine: {unknown[:5]}; shapes: {shapes[:5]}"
+            )
+
+    @torch.no_grad()
+    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+        for name, own in self._parameters.items():
+            own.copy_(weights[name])
+
+    def _apply_threads(self, *_: Any) -> None:
+        """Runs in the generation thread before each step: intra-op threads are set per thread."""
+        if self.num_threads is not None and self.num_threads != self._threads_in_use:
+            torch.set_num_threads(self.num_threads)
+            self._threads_in_use = self.num_threads
+
+    def _check_alive(self) -> None:
+        if self._manager is None:
+            raise EngineError("the local engine is not started, or closed")
+        if not self._manager.is_running():
+            raise EngineError(
+                "the local engine's generation loop died"
+            ) from self._manager.background_thread_status.fatal_error
+
+    def _submit(self, request: _Request) -> None:
+        """Hand the unfinished responses of a request to the manager, as one fork if none has a token yet."""
+        if all(not response.tokens for response in request.responses):
+            self._add(request, request.responses, request.prompt, request.sampling.max_new_tokens)
+            return
+        for response in request.responses:
+            if response.completion is None:
+                response.offset = len(response.tokens)
+                left = request.sampling.max_new_tokens - len(response.tokens)
+                self._add(request, [response], request.prompt + response.tokens, left)
+
+    def _add(
+        self, request: _Request, responses: Sequence[_Response], prompt: list[int], max_new_tokens: int
+    ) -> None:
+        first = f"r{next(self._serial)}"
+        # The manager names the forks of a request like this.
+        ids = [first, *(f"{first}__child#{i}" for i in range(len(responses) - 1))]
+        for request_id, response in zip(ids, responses, strict=True):
+            request.ids[request_id] = response
+            self._manager.register_result_handler(
+                request_id, functools.partial(self._receive, request, request_id)
+            )
+        self._manager.num_return_sequences = len(responses)
+        options = (
+            {"temperature": _served(request.sampling.temperature)} if self._per_request_temperature else {}
+        )
+        accepted = self._manager.add_request(
+            prompt, request_id=first, max_new_tokens=max_new_tokens, streaming=True, **options
+        )
+        if accepted is None:
+            raise EngineError(
+                "the local engine refused a request: "
+                f"{self._manager.background_thread_status.can_accept_new_requests()}"
+            )
+
+    def _withdraw(self, request: _Request) -> None:
+        """Cancel what is still running of a request; tokens that are on their way are ignored."""
+        processor = None if self._manager is None else self._manager.batch_processor
+        for request_id, response in request.ids.items():
+            if response.completion is None and processor is not None:
+                # The first takes effect before the next step, the second reaches a request still in the queue.
+                processor.scheduler.set_request_cancellation(request_id)
+                self._manager.cancel_request(request_id)
+                with self._manager.output_router._lock:
+                    self._manager.output_router.result_handlers.pop(request_id, None)
+        request.ids = {}
+
+    def _receive(self, request: _Request, request_id: str, output: Any) -> None:
+        """Take over new tokens; runs in the event loop, once per token."""
+        response = request.ids.get(request_id)
+        if response is None or request.finished.done():
+            return
+        if output.error is not None:
+            request.finished.set_exception(RequestError(f"generation failed: {output.error}"))
+            return
+        new = output.generated_tokens[len(response.tokens) - response.offset :]
+        if len(output.logprobs) < len(output.generated_tokens):
+            request.finished.set_exception(
+                RequestError(f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs")
+            )
+            return
+        response.tokens += new
+        response.logprobs += output.logprobs[len(response.logprobs) - response.offset :]
+        response.versions += [self._version] * len(new)
+        self._num_tokens += len(new)
+        if output.is_finished():
+            response.completion = Completion(
+                token_ids=tuple(response.tokens),
+                logprobs=tuple(response.logprobs),
+                versions=tuple(response.versions),
+                completed_at=self._clock(),
+                truncated=response.tokens[-1] not in self._stop_token_ids,
+            )
+            if all(r.completion is not None for r in request.responses):
+                request.finished.set_result(None)
+
+
+def _served(temperature: float) -> float:
+    return max(temperature, GREEDY_TEMPERATURE)

@@ -1,0 +1,1 @@
+"""The Lightning rim: module, data module, stream, weight publication, monitors."""

@@ -1,0 +1,314 @@
+"""The LightningDataModule: owns generation, hands out batches and nothing else.
+
+Prompts are leased by the rollout thread, groups wait in the pool, the stream draws them. Each prompt is settled exactly
+once: here when it was trained on, by the worker or the pool when it ended otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from pace_lightning.core.admission import AdmissionPolicy
+from pace_lightning.core.dispatch import Dispatch
+from pace_lightning.core.ledger import Ledger
+from pace_lightning.core.pool import TrajectoryPool
+from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
+from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
+from pace_lightning.rollout.worker import NothingToLearnError, PublishReport, RolloutWorker
+from pace_lightning.training.stream import TrajectoryStream
+
+log = logging.getLogger(__name__)
+
+
+class Prompts(Protocol):
+    """What the data module needs of a prompt stream."""
+
+    def lease(self) -> Prompt:
+        """Next prompt; raises `EndOfData` after the last one."""
+        ...
+
+    def settle(self, uid: str) -> None:
+        """The prompt's group ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; what was leased and not settled is leased again."""
+        ...
+
+
+class Scorer(Protocol):
+    """What the data module needs of the scoring processes."""
+
+    def start(self) -> None:
+        """Start them."""
+        ...
+
+    def close(self) -> None:
+        """Stop them. Idempotent."""
+        ...
+
+
+class EvaluationStream:
+    """One validation "batch": the scores of all held-out prompts, made by the same engine under one version."""
+
+    def __init__(self, run: Callable[[], dict[str, float]]) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        """One."""
+        return 1
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        """Generate, score and summarize."""
+        yield self._run()
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Prompts, engine, worker, pool and the streams that lead out of them.
+
+    Args:
+        engine: not yet started.
+        prompts: training prompts.
+        eval_prompts: held-out prompts; may be empty.
+        scorer: the processes behind ``score``.
+        score: judges the responses to one prompt.
+        shape_reward: from ``(score, num_tokens)`` to reward.
+        admission: which ready groups a draw may use.
+        dispatch: how much may be ahead of training.
+        in_rounds: synchronous dispatch, see `RolloutWorker`.
+        group_size: responses per prompt.
+        sampling: of training rollouts.
+        eval_sampling: of evaluation.
+        eval_samples: responses per held-out prompt.
+        eval_timeout_seconds: for one evaluation.
+        group_timeout_seconds: for the generation of one group.
+        drop_zero_variance: dynamic sampling.
+        max_empty_groups: groups without gradient in a row before the run ends.
+        require_gradient: never take a step whose groups all have equal rewards.
+        startup_timeout_seconds: for the engine.
+        publish_timeout_seconds: for one publication.
+        engine_threads_while_waiting: intra-op threads of the engine while the trainer waits; None: unchanged.
+        waiting: context manager entered while the trainer waits for a draw; for the time ledger.
+        on_draw: called with ``(version, groups)`` for each draw.
+        **stream: remaining arguments of `TrajectoryStream`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        prompts: Prompts,
+        eval_prompts: Sequence[Prompt],
+        scorer: Scorer,
+        score: Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]],
+        shape_reward: Callable[[float, int], float],
+        admission: AdmissionPolicy,
+        dispatch: Dispatch,
+        in_rounds: bool,
+        group_size: int,
+        sampling: Sampling,
+        eval_sampling: Sampling,
+        eval_samples: int,
+        eval_timeout_seconds: float,
+        group_timeout_seconds: float,
+        drop_zero_variance: bool,
+        max_empty_groups: int,
+        require_gradient: bool,
+        startup_timeout_seconds: float,
+        publish_timeout_seconds: float,
+        engine_threads_while_waiting: int | None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_draw: Callable[[PolicyVersion, Sequence[TrajectoryGroup]], None] = lambda *_: None,
+        **stream: Any,
+    ) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self._prompts = prompts
+        self._eval_prompts = list(eval_prompts)
+        self._scorer = scorer
+        self._eval_sampling = eval_sampling
+        self._eval_samples = eval_samples
+        self._eval_timeout_seconds = eval_timeout_seconds
+        self._startup_timeout_seconds = startup_timeout_seconds
+        self._publish_timeout_seconds = publish_timeout_seconds
+        self._engine_threads_while_waiting = engine_threads_while_waiting
+        self._waiting = waiting
+        self._on_draw = on_draw
+        self._max_empty_groups = max_empty_groups
+        self._num_redrawn = 0
+        self._groups_per_step: int = stream["groups_per_step"]
+        self._drawn: list[TrajectoryGroup] = []
+        self._published: PolicyVersion | None = None
+        self._started = False
+        self.tokens_trained = 0
+        self.evaluations: dict[PolicyVersion, dict[str, float]] = {}
+        """Results by version, in the order in which they were made."""
+        self.pool = TrajectoryPool(admission, settle=self._settle)
+        self.worker = RolloutWorker(
+            engine=engine,
+            pool=self.pool,
+            lease=self._lease,
+            settle=self._settle,
+            score=score,
+            shape_reward=shape_reward,
+            dispatch=dispatch,
+            in_rounds=in_rounds,
+            group_size=group_size,
+            sampling=sampling,
+            group_timeout_seconds=group_timeout_seconds,
+            drop_zero_variance=drop_zero_variance,
+            max_empty_groups=max_empty_groups,
+        )
+        self._stream = TrajectoryStream(
+            self.pool,
+            policy_version=lambda: self._policy_version(),
+            drop_empty=self._drop_empty if require_gradient else None,
+            on_draw=self._take,
+            waiting=self._wait_for_draw,
+            **stream,
+        )
+
+    # --- Lightning's side -------------------------------------------------------------------------
+
+    def train_dataloader(self) -> TrajectoryStream:
+        """The sized stream of micro-batches; the same object each time, drawing only when iterated."""
+        return self._stream
+
+    def val_dataloader(self) -> EvaluationStream:
+        """One batch: the evaluation of all held-out prompts."""
+        return EvaluationStream(self.evaluate)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning does not call ``teardown`` after an exception; close here."""
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Prompts, ledger and the admission policy's memory; primitives only."""
+        return {
+            "prompts": self._prompts.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "pool": self.pool.state_dict(),
+            "tokens_trained": self.tokens_trained,
+            "policy_version": self._policy_version(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint: unsettled prompts are asked again, first."""
+        self._prompts.load_state_dict(state_dict["prompts"])
+        self.ledger.load_state_dict(state_dict["ledger"])
+        accepted = state_dict["policy_version"] * self._groups_per_step
+        self.pool.load_state_dict(state_dict["pool"], accepted=accepted)
+        self.tokens_trained = state_dict["tokens_trained"]
+
+    # --- called by `WeightSync` and by the command that runs the experiment ----------------------------
+
+    def start(self) -> None:
+        """Start the scoring processes and the rollout thread with its engine. Idempotent."""
+        if not self._started:
+            self._started = True
+            self._scorer.start()
+        self.worker.start(timeout_seconds=self._startup_timeout_seconds)
+
+    def publish(self, weights: Mapping[str, Tensor], version: PolicyVersion) -> PublishReport:
+        """Give the engine the weights of ``version``."""
+        report = self.worker.publish(weights, version, timeout_seconds=self._publish_timeout_seconds)
+        self._published = version
+        return report
+
+    @property
+    def published_version(self) -> PolicyVersion | None:
+        """Version of the engine's weights; None before the first publication."""
+        return self._published
+
+    def complete_step(self) -> None:
+        """The optimizer step on the last draw was taken: its prompts are trained."""
+        for group in self._drawn:
+            self._settle(group.prompt.uid, Fate.TRAINED, group.num_tokens)
+            self.tokens_trained += group.num_tokens
+        self._drawn = []
+        self.ledger.check()
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of the held-out prompts under the published weights."""
+        if not self._eval_prompts:
+            return {}
+        with self.worker.waiting_trainer(self._engine_threads_while_waiting):
+            results = self.worker.evaluate(
+                self._eval_prompts,
+                samples=self._eval_samples,
+                sampling=self._eval_sampling,
+                timeout_seconds=self._eval_timeout_seconds,
+            )
+        scores = [score for result in results for score in result.scores]
+        if not scores:
+            raise RuntimeError("not one evaluation prompt could be scored; see the warnings above")
+        completions = [completion for result in results for completion in result.completions]
+        metrics = {
+            "pass_rate": sum(scores) / len(scores),
+            "scored_share": sum(bool(result.scores) for result in results) / len(results),
+            "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
+            "truncated_share": sum(c.truncated for c in completions) / len(completions),
+        }
+        self.evaluations[self._policy_version()] = metrics
+        return metrics
+
+    def end(self) -> None:
+        """Training is over: settle what is ready or in flight as unused. The engine stays for evaluation."""
+        self.worker.stop_training()
+        for group in [*self._drawn, *self.pool.drain()]:
+            self._settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
+        self._drawn = []
+        self.ledger.check()
+
+    def close(self) -> None:
+        """Stop everything. Idempotent, bounded in time, never raises."""
+        self.worker.close()
+        try:
+            self._scorer.close()
+        except Exception:
+            log.exception("the scoring processes did not close cleanly")
+
+    # --- bookkeeping ------------------------------------------------------------------------------------
+
+    def _policy_version(self) -> PolicyVersion:
+        return self.trainer.global_step if self.trainer is not None else 0
+
+    def _lease(self) -> Prompt:
+        prompt = self._prompts.lease()
+        self.ledger.lease(prompt.uid)
+        return prompt
+
+    def _settle(self, uid: str, fate: Fate, num_tokens: int) -> None:
+        self.ledger.settle(uid, fate, num_tokens=num_tokens)
+        self._prompts.settle(uid)
+
+    def _take(self, groups: list[TrajectoryGroup]) -> None:
+        self._drawn = list(groups)
+        self._num_redrawn = 0
+        self._on_draw(self._policy_version(), groups)
+
+    def _drop_empty(self, groups: list[TrajectoryGroup]) -> None:
+        for group in groups:
+            self._settle(group.prompt.uid, Fate.ZERO_VARIANCE, group.num_tokens)
+        self._num_redrawn += len(groups)
+        if self._num_redrawn >= self._max_empty_groups:
+            mean = sum(group.mean_score for group in groups) / len(groups)
+            raise NothingToLearnError(
+                f"nothing to learn: pass rate {mean:.2f} on the last draw, and no gradient in the last "
+                f"{self._num_redrawn} groups (trainer.max_empty_groups, trainer.on_nothing_to_learn)"
+            )
+
+    @contextmanager
+    def _wait_for_draw(self) -> Iterator[None]:
+        with self._waiting(), self.worker.waiting_trainer(self._engine_threads_while_waiting):
+            yield

@@ -1,0 +1,257 @@
+"""Load a causal language model and its tokenizer; compute the log-probs of sampled tokens.
+
+Shapes: N sequences, T positions, H hidden size, V vocabulary, M tokens under the loss mask.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+_CONVERTED = "pace_lightning_converted.json"
+
+
+class ModelError(ValueError):
+    """The model cannot be loaded; the message says what to change."""
+
+
+def resolve(path: str) -> Path | str:
+    """Where a model is: a directory or GGUF file on this machine, or a hub id as it was given.
+
+    Args:
+        path: local path, ``package:NAME/FILE`` for a file inside an installed package (which is not imported),
+            or a hub id.
+
+    Raises:
+        ModelError: if a package or a file that is named does not exist.
+    """
+    if path.startswith("package:"):
+        name, _, inside = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(name)
+        locations = None if spec is None else spec.submodule_search_locations
+        if not locations:
+            raise ModelError(
+                f"model.path {path!r}: package {name!r} is not installed; `make setup` installs the one that the "
+                "default experiment needs"
+            )
+        found = Path(next(iter(locations))) / inside
+        if not found.exists():
+            raise ModelError(f"model.path {path!r}: {found} does not exist")
+        return found
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if path.endswith(".gguf") or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"model.path {path!r} does not exist (relative to {Path.cwd()})")
+    return path
+
+
+def local_model(path: str) -> str:
+    """A name that transformers can load: a directory or a hub id. A GGUF file is converted once and cached.
+
+    The cache is ``$PACE_LIGHTNING_CACHE``, by default ``~/.cache/pace_lightning``.
+    """
+    found = resolve(path)
+    if isinstance(found, Path) and found.is_file():
+        if found.suffix != ".gguf":
+            raise ModelError(f"model.path {path!r} is a file but not GGUF; give the directory that holds it")
+        return str(_converted(found))
+    return str(found)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model, padding on the right.
+
+    Raises:
+        ModelError: if there is none, or it cannot pad.
+    """
+    from transformers import AutoTokenizer
+
+    name = local_model(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no tokenizer could be loaded from {name!r}: {_first_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {name!r} has no end-of-sequence token: no response could ever stop")
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def load_policy(
+    path: str, *, random_init: bool = False, seed: int = 0, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> Any:
+    """A causal LM in ``dtype``.
+
+    Args:
+        path: see `resolve`.
+        random_init: take only the architecture from ``path`` and draw the weights from ``seed``.
+        seed: of the random weights.
+        attention: transformers' name of the attention implementation.
+        dtype: of the parameters.
+
+    Raises:
+        ModelError: if it cannot be loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = local_model(path)
+    try:
+        if random_init:
+            config = AutoConfig.from_pretrained(name)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no model could be loaded from {name!r}: {_first_line(error)}. Give a local directory, a GGUF file, or "
+            "a hub id that this machine can reach"
+        ) from error
+    return model.eval()  # no dropout: the policy that is trained is the policy that samples
+
+
+def copy_for_engine(model: Any, dtype: torch.dtype) -> Any:
+    """The same architecture and weights, sharing neither memory nor configuration, in ``dtype``.
+
+    The configuration must not be shared: continuous batching passes ``is_causal=False`` with each forward, and
+    transformers writes that into ``model.config`` while it lasts, so that a forward of the trainer in another thread
+    would silently attend to the future.
+    """
+    from transformers import AutoModelForCausalLM
+
+    twin = AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation, dtype=dtype
+    )
+    twin.load_state_dict(model.state_dict())
+    return twin.eval().requires_grad_(False)
+
+
+def token_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the tokens under the loss mask, and the entropy of their distributions.
+
+    Only positions that predict such a token reach the vocabulary, ``chunk_tokens`` at a time; each chunk is recomputed in
+    the backward pass, so that memory grows with ``chunk_tokens x V`` and not with ``N x T x V``.
+
+    Args:
+        model: a causal LM with a base model and an output head.
+        input_ids: shape ``(N, T)``, padded on the right.
+        attention_mask: shape ``(N, T)``, 1 for real tokens.
+        loss_mask: shape ``(N, T)``, True where the token is trained on; never True at position 0.
+        temperature: of the sampling whose log-probs these are compared with.
+        chunk_tokens: tokens per chunk.
+
+    Returns:
+        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the entropies in nats, same shape, detached.
+
+    Raises:
+        ValueError: if the mask covers position 0, which nothing predicts.
+    """
+    if bool(loss_mask[:, 0].any()):
+        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
+    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+    predicting = loss_mask[:, 1:]
+    selected = hidden[:, :-1][predicting]  # (M, H), row by row
+    targets = input_ids[:, 1:][predicting]  # (M,)
+    head = model.get_output_embeddings()
+    parts = [
+        checkpoint(_chunk, head, h, t, temperature, use_reentrant=False)
+        for h, t in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    ]
+    logprobs = hidden.new_zeros(loss_mask.shape, dtype=torch.float32)
+    entropies = torch.zeros_like(logprobs)
+    if parts:
+        logprobs = logprobs.masked_scatter(loss_mask, torch.cat([p[0] for p in parts]))
+        entropies = entropies.masked_scatter(loss_mask, torch.cat([p[1] for p in parts]))
+    return logprobs, entropies
+
+
+def _chunk(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperature
+    everything = F.log_softmax(logits, dim=-1)
+    chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = -(everything.exp() * everything).sum(-1)
+    return chosen, entropy
+
+
+def _converted(gguf: Path) -> Path:
+    """The Hugging Face directory made from a GGUF file, in the cache; converted on first use."""
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{gguf.name}:{stat.st_size}:{_head_hash(gguf)}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser() / "models"
+    target = cache / f"{gguf.stem}-{key}"
+    if (target / _CONVERTED).exists():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
+    try:
+        _convert(gguf, scratch)
+        (scratch / _CONVERTED).write_text(json.dumps({"source": gguf.name, "bytes": stat.st_size}))
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not (target / _CONVERTED).exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _head_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(1 << 20)).hexdigest()
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """De-quantize a GGUF file into a directory of safetensors.
+
+    Three repairs to what transformers reads from GGUF: the digit splitter of SmolLM2's tokenizer is lost, the padding
+    side is not saved, and ``rms_norm_eps`` is a float32 number written out as float64.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    backend = tokenizer.backend_tokenizer
+    if "smollm" in gguf.name.lower():
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+        )
+    tokenizer.padding_side = "right"
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    eps = getattr(model.config, "rms_norm_eps", None)
+    if eps is not None:
+        model.config.rms_norm_eps = float(f"{eps:.6g}")
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,124 @@
+"""From the pool to Lightning: a sized stream of micro-batches.
+
+One draw is one optimizer step: it is split into a fixed number of micro-batches, which is what Lightning accumulates
+over. The stream has a length, because Lightning prefetches from unsized ones, which would draw every batch one version
+too early. Building it has no side effects; drawing happens in `__iter__` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
+from pace_lightning.core.trajectory import PolicyVersion, TrajectoryGroup
+
+
+class TrajectoryStream:
+    """Sized iterable of `TrainBatch`.
+
+    Args:
+        pool: where groups are drawn from.
+        policy_version: the trainer's version; read when a draw begins.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        groups_per_step: groups of one draw.
+        num_micro_batches: micro-batches of one draw.
+        pad_token_id: fills rows.
+        advantage: name in `core.advantages`.
+        std_ddof: of the group's standard deviation.
+        mask_truncated: leave truncated responses out of the loss.
+        draw_timeout_seconds: deadline of one draw.
+        drop_empty: called with the groups of a draw in which no group has two different rewards; the draw is
+            repeated, since an optimizer step without gradient is never taken. May raise to give up. None: train on
+            such draws too (a KL penalty gives them a gradient).
+        on_draw: called with the groups of each draw, before it is handed out.
+        waiting: context manager entered while the trainer waits for a draw.
+    """
+
+    def __init__(
+        self,
+        pool: TrajectoryPool,
+        *,
+        policy_version: Callable[[], PolicyVersion],
+        total_steps: int,
+        groups_per_step: int,
+        num_micro_batches: int,
+        pad_token_id: int,
+        advantage: str,
+        std_ddof: int,
+        mask_truncated: bool,
+        draw_timeout_seconds: float,
+        drop_empty: Callable[[list[TrajectoryGroup]], None] | None,
+        on_draw: Callable[[list[TrajectoryGroup]], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._pool = pool
+        self._policy_version = policy_version
+        self._total_steps = total_steps
+        self._groups_per_step = groups_per_step
+        self._num_micro_batches = num_micro_batches
+        self._pad_token_id = pad_token_id
+        self._advantage = advantage
+        self._std_ddof = std_ddof
+        self._mask_truncated = mask_truncated
+        self._draw_timeout_seconds = draw_timeout_seconds
+        self._drop_empty = drop_empty
+        self._on_draw = on_draw
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        """Micro-batches of the whole run."""
+        return self._total_steps * self._num_micro_batches
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """Draw, one step at a time, until all steps are done or the data ends."""
+        while (version := self._policy_version()) < self._total_steps:
+            try:
+                groups, report = self._draw(version)
+            except EndOfGroups:
+                return
+            # Arrival order depends on timing; the order of rows must not.
+            groups.sort(key=lambda group: group.prompt.uid)
+            self._on_draw(groups)
+            yield from collate(
+                groups,
+                version=version,
+                num_micro_batches=self._num_micro_batches,
+                pad_token_id=self._pad_token_id,
+                advantage=self._advantage,
+                std_ddof=self._std_ddof,
+                mask_truncated=self._mask_truncated,
+                report=report,
+            )
+            if self._policy_version() != version + 1:
+                raise RuntimeError(
+                    f"the draw for version {version} was consumed, but the trainer is at version "
+                    f"{self._policy_version()}: one draw must be exactly one optimizer step"
+                )
+
+    def _draw(self, version: PolicyVersion) -> tuple[list[TrajectoryGroup], DrawReport]:
+        """Draw until there is a gradient; repetitions extend the same report."""
+        first: DrawReport | None = None
+        redrawn, waited = 0, 0.0
+        while True:
+            with self._waiting():
+                groups, report = self._pool.draw(
+                    self._groups_per_step, version=version, timeout_seconds=self._draw_timeout_seconds
+                )
+            first = first or report
+            waited += report.wait_seconds
+            if self._drop_empty is None or any(_has_gradient(group) for group in groups):
+                return groups, replace(
+                    report,
+                    occupancy_before_groups=first.occupancy_before_groups,
+                    wait_seconds=waited,
+                    redrawn_groups=redrawn,
+                )
+            redrawn += len(groups)
+            self._drop_empty(groups)
+
+
+def _has_gradient(group: TrajectoryGroup) -> bool:
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1

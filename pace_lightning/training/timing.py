@@ -1,0 +1,109 @@
+"""Where the wall clock of a run goes: parts that add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from pace_lightning.core.batch import TrainBatch
+
+PARTS = ("setup", "wait", "train", "publish", "evaluate", "checkpoint")
+
+
+class TimeLedger(pl.Callback):
+    """Seconds by activity of the main thread. Must be the first callback, so that "train" ends before others begin.
+
+    ``setup`` runs from construction to the first hook; ``other`` is what is left of the wall clock.
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._open: tuple[str, float] | None = None
+        self._enter("setup")
+
+    @contextmanager
+    def span(self, part: str) -> Iterator[None]:
+        """Count the time inside as ``part``; a span inside another one takes its time out of the outer one."""
+        outer = self._leave()
+        self._enter(part)
+        try:
+            yield
+        finally:
+            self._leave()
+            if outer is not None:
+                self._enter(outer)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part, ``other`` and ``total`` included; the parts add up to the total."""
+        part = self._leave()
+        total = time.monotonic() - self._begin
+        if part is not None:
+            self._enter(part)
+        return {**self._seconds, "other": total - sum(self._seconds.values()), "total": total}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """The objects are built."""
+        if self._open is not None and self._open[0] == "setup":
+            self._leave()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """Forward, backward and optimizer step begin."""
+        self._enter("train")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """They ended."""
+        self._leave()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An evaluation begins."""
+        self._enter("evaluate")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """It ended."""
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Whatever was open is over."""
+        self._leave()
+
+    def _enter(self, part: str) -> None:
+        self._open = (part, time.monotonic())
+
+    def _leave(self) -> str | None:
+        if self._open is None:
+            return None
+        part, since = self._open
+        self._seconds[part] += time.monotonic() - since
+        self._open = None
+        return part
+
+
+class RunCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, timed, and written under another name first.
+
+    Args:
+        time_ledger: gets the seconds.
+    """
+
+    def __init__(self, time_ledger: TimeLedger) -> None:
+        super().__init__()
+        self._time_ledger = time_ledger
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write one file; a run that is killed meanwhile keeps the file before it."""
+        with self._time_ledger.span("checkpoint"):
+            target = Path(path)
+            scratch = target.with_name(f".{target.name}.part")
+            super().save_checkpoint(checkpoint, scratch, storage_options)
+            scratch.replace(target)

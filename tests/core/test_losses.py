@@ -1,0 +1,500 @@
+"""Losses: golden numbers with gradients, the float64 reference, and the invariances."""
+
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pace_lightning.core.losses import (
+    AGGREGATIONS,
+    HEADS,
+    aggregate,
+    blank,
+    clip_statistics,
+    dapo_head,
+    grpo_head,
+    k3_kl,
+    log_ratio,
+)
+
+DAPO = {"clip_low": 0.2, "clip_high": 0.28}
+GRPO = {"clip_low": 0.2, "clip_high": 0.2}
+SEEDS = st.integers(0, 2**31)
+
+
+def one_token(head, ratio, advantage, **bounds):
+    """Loss and gradient of one token with the given ratio."""
+    anchor = torch.tensor([[-1.0]], dtype=torch.float64)
+    policy = (anchor + math.log(ratio)).requires_grad_()
+    loss = head(policy, anchor, torch.tensor([[advantage]], dtype=torch.float64), **bounds)
+    (gradient,) = torch.autograd.grad(loss.sum(), policy)
+    return loss.item(), gradient.item()
+
+
+def random_batch(seed, num_rows=5, width=7, dtype=torch.float32):
+    """Log-probs that stray far enough to be clipped on both sides, a mask, advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rows, width)
+    anchor = -torch.rand(shape, generator=generator, dtype=dtype) * 3
+    policy = anchor + 0.5 * torch.randn(shape, generator=generator, dtype=dtype)
+    advantages = torch.randn((num_rows, 1), generator=generator, dtype=dtype).expand(shape).clone()
+    mask = torch.rand(shape, generator=generator) < 0.7
+    mask[0] = False  # a row without a trained token
+    mask[1, 0] = True
+    return policy, anchor, advantages, mask
+
+
+def loss_and_gradient(policy, anchor, advantages, mask, *, mode="token-mean", counts=None):
+    """Aggregated DAPO loss with a KL term, as a training step forms it, and d/d log pi."""
+    leaf = policy.clone().requires_grad_()
+    losses = dapo_head(leaf, anchor, advantages, **DAPO) + 0.1 * k3_kl(leaf, anchor)
+    num_tokens, num_sequences = counts or (int(mask.sum()), int(mask.any(dim=1).sum()))
+    loss = aggregate(
+        losses,
+        mask,
+        mode=mode,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        max_length=8,
+    )
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+# --- heads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.5, 1.0, -1.2, 0.0),  # -1.5 < -1.2: clipped
+        (1.5, -1.0, 1.5, 1.5),  # 1.5 > 1.2: the pessimistic side keeps its gradient -A rho
+        (0.5, 1.0, -0.5, -0.5),
+        (0.5, -1.0, 0.8, 0.0),  # 0.5 < 0.8: clipped
+        (1.1, 2.0, -2.2, -2.2),  # within the bounds: -A rho twice
+        (0.9, -2.0, 1.8, 1.8),
+    ],
+)
+def test_grpo_by_hand(ratio, advantage, loss, gradient):
+    assert one_token(grpo_head, ratio, advantage, **GRPO) == pytest.approx((loss, gradient))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.26, 1.0, -1.26, -1.26),  # below 1.28: not clipped
+        (1.30, 1.0, -1.28, 0.0),
+        (0.79, -1.0, 0.8, 0.0),  # the lower bound is still 1 - 0.2
+        (0.81, -1.0, 0.81, 0.81),
+    ],
+)
+def test_dapo_by_hand(ratio, advantage, loss, gradient):
+    assert one_token(dapo_head, ratio, advantage, **DAPO) == pytest.approx((loss, gradient))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (5.0, -1.0, 3.0, 0.0),  # min(5, 3)
+        (2.0, -1.0, 2.0, 2.0),
+        (5.0, 1.0, -1.2, 0.0),  # positive advantages do not see the dual clip
+        (0.5, -1.0, 0.8, 0.0),
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, loss, gradient):
+    bounds = {**GRPO, "dual_clip": 3.0}
+    assert one_token(grpo_head, ratio, advantage, **bounds) == pytest.approx((loss, gradient))
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.7])
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_dapo_agrees_with_the_reference(dual_clip, seed):
+    policy, anchor, advantages, _ = random_batch(seed, dtype=torch.float64)
+    policy.requires_grad_()
+    losses = dapo_head(policy, anchor, advantages, **DAPO, dual_clip=dual_clip)
+    (gradient,) = torch.autograd.grad(losses.sum(), policy)
+    expected_losses, expected_gradient = reference.clipped_losses(
+        policy.detach().numpy(), anchor.numpy(), advantages.numpy(), 0.2, 0.28, dual_clip
+    )
+    np.testing.assert_allclose(losses.detach().numpy(), expected_losses, rtol=1e-12)
+    np.testing.assert_allclose(gradient.numpy(), expected_gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_with_all_ratios_one_every_surrogate_is_minus_the_advantage(head, seed):
+    policy, _, advantages, _ = random_batch(seed)
+    leaf = policy.clone().requires_grad_()
+    losses = HEADS[head](leaf, policy, advantages, **GRPO, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    assert torch.equal(losses, -advantages)
+    assert torch.equal(gradient, -advantages)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_grpo_is_dapo_with_equal_bounds(seed):
+    policy, anchor, advantages, _ = random_batch(seed)
+    grpo, dapo = (
+        HEADS[name](policy, anchor, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+        for name in ("grpo", "dapo")
+    )
+    assert torch.equal(grpo, dapo)
+
+
+def test_grpo_refuses_two_bounds():
+    values = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"clip_low is 0\.2 and clip_high 0\.28.*dapo objective"):
+        grpo_head(values, values, values, **DAPO)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"clip_low": 1.0, "clip_high": 0.2}, "clip_low is 1.0"),
+        ({"clip_low": -0.1, "clip_high": 0.2}, "clip_low is -0.1"),
+        ({"clip_low": 0.2, "clip_high": -0.1}, "clip_high -0.1"),
+        ({"clip_low": math.nan, "clip_high": 0.2}, "clip_low is nan"),
+        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, "dual_clip is 1.0"),
+    ],
+)
+def test_bounds_out_of_range_are_refused(bounds, message):
+    values = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=message):
+        dapo_head(values, values, values, **bounds)
+
+
+def test_nothing_is_broadcast():
+    values, column = torch.zeros(2, 3), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match=r"\(2, 3\) and advantages \(2, 1\)"):
+        dapo_head(values, values, column, **DAPO)
+    with pytest.raises(ValueError, match=r"\(2, 3\) and anchor log-probs \(2, 1\)"):
+        log_ratio(values, column)
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+@pytest.mark.parametrize("log_pi", [-1e4, -50.0, -19.0, 19.0, 50.0, 1e4])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_extreme_ratios_have_finite_losses_and_gradients(head, log_pi, advantage):
+    policy = torch.full((1, 1), log_pi, requires_grad=True)
+    anchor = torch.zeros(1, 1)
+    losses = HEADS[head](policy, anchor, torch.full((1, 1), advantage), **GRPO)
+    total = losses + k3_kl(policy, anchor)
+    (gradient,) = torch.autograd.grad(total.sum(), policy)
+    assert total.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("delta", "value", "gradient"), [(25.0, 20.0, 0.0), (-25.0, -20.0, 0.0), (3.0, 3.0, 1.0)]
+)
+def test_the_log_ratio_is_clamped_at_twenty(delta, value, gradient):
+    policy = torch.tensor([[delta - 1]], requires_grad=True)
+    result = log_ratio(policy, torch.tensor([[-1.0]]))
+    result.sum().backward()
+    assert result.item() == value
+    assert policy.grad.item() == gradient
+
+
+# --- KL ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "ref", "value", "gradient"),
+    [
+        (-1.0, -1.0, 0.0, 0.0),
+        # u = ln 2: 2 - 0.6931472 - 1; gradient 1 - 2
+        (-1.0 - math.log(2), -1.0, 0.3068528, -1.0),
+        # u = -ln 2: 0.5 + 0.6931472 - 1; gradient 1 - 0.5
+        (-1.0 + math.log(2), -1.0, 0.1931472, 0.5),
+        # u = 3: e^3 - 4 = 16.09, clamped to 10
+        (-4.0, -1.0, 10.0, 0.0),
+        # u = -30, clamped to -20: 2e-9 + 20 - 1 = 19, clamped to 10
+        (-1.0, -31.0, 10.0, 0.0),
+    ],
+)
+def test_k3_by_hand(policy, ref, value, gradient):
+    leaf = torch.tensor([[policy]], dtype=torch.float64, requires_grad=True)
+    result = k3_kl(leaf, torch.tensor([[ref]], dtype=torch.float64))
+    result.sum().backward()
+    assert (result.item(), leaf.grad.item()) == pytest.approx((value, gradient), abs=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, scale=st.floats(0.1, 20))
+def test_k3_agrees_with_the_reference(seed, scale):
+    policy, anchor, _, _ = random_batch(seed, dtype=torch.float64)
+    ref = policy + scale * (anchor - policy)
+    policy.requires_grad_()
+    values = k3_kl(policy, ref)
+    (gradient,) = torch.autograd.grad(values.sum(), policy)
+    expected_values, expected_gradient = reference.k3(policy.detach().numpy(), ref.numpy())
+    np.testing.assert_allclose(values.detach().numpy(), expected_values, rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(gradient.numpy(), expected_gradient, rtol=1e-9, atol=1e-14)
+
+
+def test_k3_keeps_its_digits_in_float32():
+    # u = 3e-4: u^2 / 2 + u^3 / 6 = 4.50045e-8; exp(u) - u - 1 in float32 steps by 1.2e-7
+    policy = torch.tensor([[-3e-4]])
+    assert k3_kl(policy, torch.zeros(1, 1)).item() == pytest.approx(4.50045e-8, rel=2e-3)
+
+
+# --- aggregation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "weight_a", "weight_b"),
+    [
+        ("token-mean", 10 / 6, 1 / 6, 1 / 6),  # (2 + 8) / 6
+        ("seq-mean-token-mean", 1.5, 1 / 4, 1 / 8),  # (1 + 2) / 2
+        ("seq-mean-token-sum", 5.0, 1 / 2, 1 / 2),  # (2 + 8) / 2
+        ("seq-mean-token-sum-norm", 0.625, 1 / 16, 1 / 16),  # 5 / 8
+    ],
+)
+def test_aggregates_by_hand(mode, value, weight_a, weight_b):
+    losses = torch.tensor([[1.0, 1.0, 9.0, 9.0], [2.0, 2.0, 2.0, 2.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    result = aggregate(losses, mask, mode=mode, num_tokens=6, num_sequences=2, max_length=8)
+    (gradient,) = torch.autograd.grad(result, losses)
+    assert result.item() == pytest.approx(value)
+    assert gradient.flatten().tolist() == pytest.approx([weight_a] * 2 + [0.0] * 2 + [weight_b] * 4)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_aggregates_agree_with_the_reference(mode, seed):
+    losses, _, _, mask = random_batch(seed, dtype=torch.float64)
+    losses.requires_grad_()
+    result = aggregate(
+        losses,
+        mask,
+        mode=mode,
+        num_tokens=int(mask.sum()),
+        num_sequences=int(mask.any(dim=1).sum()),
+        max_length=9,
+    )
+    (gradient,) = torch.autograd.grad(result, losses)
+    expected = reference.aggregate(losses.detach().numpy(), mask.numpy(), mode, max_length=9)
+    assert result.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    for row, row_mask in enumerate(mask):
+        weight = reference.token_weight(mask.numpy(), row, mode, max_length=9)
+        expected_row = [weight if m else 0.0 for m in row_mask.tolist()]
+        assert gradient[row].tolist() == pytest.approx(expected_row, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 1), (1, 4), (2, 2)])
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS)
+def test_one_gradient_for_every_partition(mode, num_ranks, num_micro_batches, seed):
+    """Log-probs depend on shared weights, as in a model; shares are summed over the parts."""
+    policy, anchor, advantages, mask = random_batch(seed, num_rows=8, dtype=torch.float64)
+    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
+
+    def share(weights, rows):
+        leaf = policy[rows] + anchor[rows] * weights
+        losses = dapo_head(leaf, anchor[rows], advantages[rows], **DAPO)
+        return aggregate(
+            losses,
+            mask[rows],
+            mode=mode,
+            num_tokens=counts[0],
+            num_sequences=counts[1],
+            max_length=8,
+        )
+
+    whole_weights = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    whole = share(whole_weights, torch.arange(8))
+    (whole_gradient,) = torch.autograd.grad(whole, whole_weights)
+    expected, _ = reference.clipped_losses(
+        policy.numpy(), anchor.numpy(), advantages.numpy(), 0.2, 0.28, None
+    )
+    assert whole.item() == pytest.approx(
+        reference.aggregate(expected, mask.numpy(), mode, max_length=8), rel=1e-10, abs=1e-13
+    )
+
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    weights = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    total = 0.0
+    for rank_rows in order.chunk(num_ranks):
+        for rows in rank_rows.chunk(num_micro_batches):
+            part = share(weights, rows)
+            part.backward()
+            total += part.item()
+    assert total == pytest.approx(whole.item(), rel=1e-12, abs=1e-14)
+    torch.testing.assert_close(weights.grad, whole_gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, width=st.integers(1, 70), left=st.integers(0, 40), right=st.integers(0, 40))
+def test_padding_changes_no_bit(mode, dtype, seed, width, left, right):
+    batch = random_batch(seed, width=width, dtype=dtype)
+    padded = [
+        torch.nn.functional.pad(values, (left, right), value=fill)
+        for values, fill in zip(batch, (-7.7, -3.3, 1.9, False), strict=True)
+    ]
+    loss, gradient = loss_and_gradient(*batch, mode=mode)
+    padded_loss, padded_gradient = loss_and_gradient(*padded, mode=mode)
+    assert torch.equal(loss, padded_loss)
+    assert torch.equal(gradient, padded_gradient[:, left : left + width])
+    assert padded_gradient[:, :left].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_row_order_changes_at_most_the_last_unit(mode, seed):
+    batch = random_batch(seed, num_rows=9, width=33)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+    loss, gradient = loss_and_gradient(*batch, mode=mode)
+    other_loss, other_gradient = loss_and_gradient(*(x[order] for x in batch), mode=mode)
+    unit = torch.nextafter(loss.abs(), torch.tensor(math.inf)) - loss.abs()
+    assert (other_loss - loss).abs() <= unit
+    assert torch.equal(other_gradient, gradient[order])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_masked_log_probs_do_not_poison(mode, poison):
+    clean = random_batch(11)
+    mask = clean[3]
+    loss, gradient = loss_and_gradient(*clean, mode=mode)
+    for poisoned in ((0,), (1,), (0, 1)):
+        dirty = [
+            torch.where(mask, x, poison) if i in poisoned else x for i, x in enumerate(clean[:3])
+        ]
+        dirty_loss, dirty_gradient = loss_and_gradient(*dirty, mask, mode=mode)
+        assert torch.equal(dirty_loss, loss)
+        assert torch.equal(dirty_gradient, gradient)
+
+
+def test_blanked_advantages_do_not_poison():
+    policy, anchor, advantages, mask = random_batch(11)
+    loss, gradient = loss_and_gradient(policy, anchor, advantages, mask)
+    dirty = torch.where(mask, advantages, math.nan)
+    dirty_loss, dirty_gradient = loss_and_gradient(policy, anchor, blank(dirty, mask), mask)
+    assert torch.equal(dirty_loss, loss)
+    assert torch.equal(dirty_gradient, gradient)
+
+
+def test_blanking_passes_no_gradient_at_masked_positions():
+    values = torch.tensor([[math.nan, 2.0]], requires_grad=True)
+    blanked = blank(values, torch.tensor([[False, True]]))
+    (blanked.exp() * math.e).sum().backward()
+    assert blanked.tolist() == [[0.0, 2.0]]
+    assert values.grad.tolist() == [[0.0, pytest.approx(math.e**3)]]
+
+
+def test_nan_at_a_trained_token_stays_visible():
+    policy, anchor, advantages, mask = random_batch(11)
+    policy[1, 0] = math.nan
+    assert mask[1, 0]
+    assert loss_and_gradient(policy, anchor, advantages, mask)[0].isnan()
+
+
+def test_a_zero_weight_micro_batch_takes_part_with_zero():
+    policy, anchor, advantages, mask = random_batch(5)
+    loss, gradient = loss_and_gradient(
+        policy, anchor, advantages, torch.zeros_like(mask), counts=(10, 2)
+    )
+    assert loss.item() == 0.0
+    assert gradient.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "token-sum"}, "unknown aggregation 'token-sum'"),
+        ({"num_tokens": 5}, "6 trained tokens in 2 sequences, but num_tokens is 5"),
+        ({"num_sequences": 1}, "num_sequences 1"),
+        ({"mode": "seq-mean-token-sum-norm"}, "max_length is None"),
+        ({"mode": "seq-mean-token-sum-norm", "max_length": 0}, "max_length is 0"),
+        ({"mask": torch.ones(2, 3)}, "torch.float32"),
+        ({"mask": torch.ones(2, 1, dtype=torch.bool)}, r"\(2, 1\)"),
+    ],
+)
+def test_impossible_aggregates_are_refused(changes, message):
+    arguments = {
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+        "mode": "token-mean",
+        "num_tokens": 6,
+        "num_sequences": 2,
+        **changes,
+    }
+    with pytest.raises(ValueError, match=message):
+        aggregate(torch.ones(2, 3), arguments.pop("mask"), **arguments)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_clip_statistics_by_hand():
+    # ratios    2      2     1/2    1/2    1     (8, masked)
+    # A         1     -1     1     -1      1
+    # clipped  high    -      -    low     -
+    ratios = torch.tensor([[2.0, 2.0, 0.5], [0.5, 1.0, 8.0]])
+    advantages = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    statistics = clip_statistics(
+        ratios.log().requires_grad_(), torch.zeros(2, 3), advantages, mask, **DAPO
+    )
+    assert {name: value.item() for name, value in statistics.items()} == pytest.approx(
+        {
+            "tokens": 5,
+            "ratio_sum": 6.0,  # 2 + 2 + 0.5 + 0.5 + 1
+            "ratio_max": 2.0,
+            "log_ratio_abs_sum": 4 * math.log(2),
+            "clipped_low_sum": 1,
+            "clipped_high_sum": 1,
+            "weight_sum": 6.0,
+            "weight_square_sum": 9.5,  # 4 + 4 + 0.25 + 0.25 + 1; ESS = 36 / 9.5
+        },
+        rel=1e-6,
+    )
+    assert all(x.dtype == torch.float64 and not x.requires_grad for x in statistics.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_clipped_tokens_are_those_without_a_gradient(seed):
+    policy, anchor, advantages, mask = random_batch(seed)
+    statistics = clip_statistics(policy, anchor, advantages, mask, **DAPO)
+    leaf = policy.clone().requires_grad_()
+    dapo_head(leaf, anchor, advantages, **DAPO).sum().backward()
+    without = int(((leaf.grad == 0) & mask).sum())
+    clipped = statistics["clipped_low_sum"] + statistics["clipped_high_sum"]
+    assert clipped.item() == without
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_clip_statistics_add_over_micro_batches(seed):
+    batch = random_batch(seed, num_rows=6)
+    whole = clip_statistics(*batch, **DAPO)
+    # the first part has no trained token at all
+    parts = [
+        clip_statistics(*(x[rows] for x in batch), **DAPO) for rows in ([0], [1, 4], [2, 3, 5])
+    ]
+    for name, value in whole.items():
+        values = [part[name].item() for part in parts]
+        combined = max(values) if name == "ratio_max" else sum(values)
+        assert combined == pytest.approx(value.item(), rel=1e-12)
+    assert parts[0]["tokens"].item() == parts[0]["ratio_max"].item() == 0
+
+
+def test_masked_nan_does_not_poison_the_statistics():
+    policy, anchor, advantages, mask = random_batch(2)
+    clean = clip_statistics(policy, anchor, advantages, mask, **DAPO)
+    dirty = clip_statistics(
+        *(torch.where(mask, x, math.nan) for x in (policy, anchor, advantages)), mask, **DAPO
+    )
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
