@@ -70,8 +70,8 @@ eval: $(READY)  ## evaluate the model of CONF, with SET on top
 config: $(READY)  ## print the resolved CONF and what follows from it; start nothing
 	@$(PACE) config $(CONF) $(SET)
 
-doctor: $(READY)  ## print versions, cores and what is missing
-	@$(PACE) doctor
+doctor: $(READY)  ## check this machine and what CONF needs
+	@$(PACE) doctor $(CONF)
 
 board: $(READY)  ## show the curves of all runs
 	$(VENV)/bin/tensorboard --logdir runs

@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, _terminate)
+    for name, value in (("TQDM_DISABLE", "1"), ("TRANSFORMERS_VERBOSITY", "error")):
+        os.environ.setdefault(name, value)
     from pace_lightning.config import ConfigError
 
     try:
@@ -53,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     logging.getLogger().setLevel(config.logging.level.upper())
     from pace_lightning.run import evaluate, train
 
-    return {"train": train, "eval": evaluate}[options.command](config, _emit)
+    return train(config, _emit) if options.command == "train" else evaluate(config, _emit)
 
 
 def _emit(line: str) -> None:

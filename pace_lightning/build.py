@@ -16,7 +16,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from pace_lightning.config import Config, ConfigError, KVCache, Mode, SourceConfig
-from pace_lightning.config_explain import dispatch_ahead, outstanding_limit, thread_layout
+from pace_lightning.config_explain import (
+    dispatch_ahead,
+    outstanding_limit,
+    shares_prompts,
+    thread_layout,
+)
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.advantages import soft_overlong_penalty
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
@@ -121,6 +126,7 @@ def build(config: Config, run_dir: Path, *, emit: Callable[[str], None]) -> Expe
         advantage=config.loss.advantage,
         std_ddof=config.loss.std_ddof,
         mask_truncated=config.loss.mask_truncated,
+        keep_groups=shares_prompts(config),
         draw_timeout_seconds=config.trainer.draw_timeout_seconds,
     )
     weight_sync = WeightSync(
@@ -180,7 +186,6 @@ def _trainer(
         max_epochs=1,
         max_steps=config.trainer.steps,
         accumulate_grad_batches=micro_batches,
-        gradient_clip_val=config.optim.max_grad_norm,
         # Lightning counts batches here, i.e. micro-batches; 1.0 is once, at the end.
         val_check_interval=every * micro_batches if 0 < every <= config.trainer.steps else 1.0,
         limit_val_batches=1.0 if num_eval else 0,
@@ -216,11 +221,13 @@ def _module(config: Config, policy: Any) -> PolicyModule:
         weight_decay=config.optim.weight_decay,
         betas=(config.optim.betas[0], config.optim.betas[1]),
         warmup_steps=config.optim.warmup_steps,
+        max_grad_norm=config.optim.max_grad_norm,
         reference=reference,
         kl_coef=loss.kl_coef,
         max_response_tokens=config.rollout.max_new_tokens,
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        share_prompts=shares_prompts(config),
     )
 
 
@@ -361,10 +368,10 @@ def _admission(config: Config) -> AdmissionPolicy:
 
 
 def _dispatch(config: Config) -> Dispatch:
-    eta = dispatch_ahead(config)
+    eta, slots = dispatch_ahead(config), config.rollout.max_outstanding_groups
     if eta is None:
         return FixedSlots(outstanding_limit(config))
-    return AheadBound(eta, config.trainer.groups_per_step, config.rollout.max_outstanding_groups)
+    return AheadBound(eta, config.trainer.groups_per_step, slots)
 
 
 def _sample_writer(

@@ -56,6 +56,8 @@ class ModelConfig:
     attention: str = "sdpa"
     """The attention implementation, by the name transformers gives it."""
     gradient_checkpointing: bool = False
+    shared_prompts: bool | None = None
+    """Compute the prompt that a group's responses share once. None: yes, unless gradient checkpointing is on."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose vocabulary row is held in memory at once."""
 

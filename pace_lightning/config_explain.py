@@ -57,6 +57,12 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
     return trainer, engine, cores
 
 
+def shares_prompts(config: Config) -> bool:
+    """Whether the trainer computes each group's prompt once."""
+    chosen = config.model.shared_prompts
+    return not config.model.gradient_checkpointing if chosen is None else chosen
+
+
 def run_directory(config: Config, now: datetime) -> Path:
     """``run_dir`` if it is set, else ``runs/<name>/<YYYYmmdd-HHMMSS>``."""
     if config.run_dir is not None:

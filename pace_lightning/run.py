@@ -172,7 +172,7 @@ def _quiet() -> None:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
-    from transformers.utils import logging as transformers_logging
+    import transformers
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -52,6 +52,7 @@ class TrainBatch:
         "num_micro_batches",
         "num_sequences_global",
         "num_tokens_global",
+        "prompt_lengths",
         "report",
         "token_versions",
         "version",
@@ -66,6 +67,7 @@ class TrainBatch:
         behavior_logprobs: Tensor,
         advantages: Tensor,
         token_versions: Tensor,
+        prompt_lengths: Tensor,
         version: int,
         num_tokens_global: int,
         num_sequences_global: int,
@@ -95,6 +97,7 @@ class TrainBatch:
         self.behavior_logprobs = behavior_logprobs
         self.advantages = advantages
         self.token_versions = token_versions
+        self.prompt_lengths = prompt_lengths
         self.version = version
         self.num_tokens_global = num_tokens_global
         self.num_sequences_global = num_sequences_global
@@ -133,6 +136,7 @@ def collate(
     advantage: str,
     std_ddof: int,
     mask_truncated: bool = False,
+    keep_groups: bool = False,
     report: Any = None,
 ) -> list[TrainBatch]:
     """Turn one draw into micro-batches.
@@ -149,6 +153,8 @@ def collate(
         std_ddof: as there.
         mask_truncated: if True, truncated responses carry no loss (overlong filtering). They still
             count in the baseline of their group.
+        keep_groups: if True, rows are sorted group by group, so that the responses to one prompt share a
+            micro-batch where that is possible, and the prompt needs to be computed once.
         report: handed on with each micro-batch.
 
     Returns:
@@ -162,8 +168,10 @@ def collate(
         raise ValueError(f"num_micro_batches is {num_micro_batches}; it must be >= 1")
     rows = [
         row
-        for group in groups
-        for row in _rows_of(group, advantage, std_ddof=std_ddof, mask_truncated=mask_truncated)
+        for index, group in enumerate(groups)
+        for row in _rows_of(
+            group, index, advantage, std_ddof=std_ddof, mask_truncated=mask_truncated
+        )
     ]
     trained = [row for row in rows if row.trained]
     num_tokens_global = sum(len(row.response) for row in trained)
@@ -182,8 +190,13 @@ def collate(
     rows.extend(
         _zero_weight_row(pad_token_id) for _ in range(max(0, num_micro_batches - len(rows)))
     )
-    rows.sort(key=lambda row: -row.num_tokens)
-    parts = balanced_split([row.num_tokens for row in rows], num_micro_batches)
+    if keep_groups:
+        longest = [max(row.num_tokens for row in rows if row.group == g) for g in range(len(groups))]
+        rows.sort(key=lambda row: (-row.padded_to(longest), row.group, -row.num_tokens))
+        parts = balanced_split([row.padded_to(longest) for row in rows], num_micro_batches)
+    else:
+        rows.sort(key=lambda row: -row.num_tokens)
+        parts = balanced_split([row.num_tokens for row in rows], num_micro_batches)
     return [
         TrainBatch(
             **_pad(rows[part.start : part.stop], pad_token_id),
@@ -272,14 +285,20 @@ class _Row:
     logprobs: Sequence[float]
     advantage: float
     trained: bool
+    group: int
+    """Position of the group in the draw; -1 for a zero-weight row."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.response)
 
+    def padded_to(self, longest: Sequence[int]) -> int:
+        """Tokens of the longest row of this row's group."""
+        return longest[self.group] if self.group >= 0 else self.num_tokens
+
 
 def _rows_of(
-    group: TrajectoryGroup, advantage: str, *, std_ddof: int, mask_truncated: bool
+    group: TrajectoryGroup, index: int, advantage: str, *, std_ddof: int, mask_truncated: bool
 ) -> list[_Row]:
     """One row per trajectory of the group, in order."""
     if not group.prompt.token_ids:
@@ -299,6 +318,7 @@ def _rows_of(
             logprobs=trajectory.behavior_logprobs,
             advantage=value,
             trained=not (mask_truncated and trajectory.truncated),
+            group=index,
         )
         for trajectory, value in zip(group.trajectories, advantages, strict=True)
     ]
@@ -306,7 +326,7 @@ def _rows_of(
 
 def _zero_weight_row(pad_token_id: int) -> _Row:
     """A row that is attended to, so that no softmax is empty, and trains nothing."""
-    return _Row((pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), advantage=0.0, trained=False)
+    return _Row((pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), advantage=0.0, trained=False, group=-1)
 
 
 def _fill(lengths: Sequence[int], capacity: int, num_parts: int) -> list[range] | None:
@@ -331,6 +351,7 @@ def _pad(rows: Sequence[_Row], pad_token_id: int) -> dict[str, Tensor]:
     behavior_logprobs = torch.zeros(shape, dtype=torch.float32)
     advantages = torch.zeros(shape, dtype=torch.float32)
     token_versions = torch.full(shape, -1, dtype=torch.int32)
+    prompt_lengths = torch.tensor([len(row.prompt) for row in rows], dtype=torch.int64)
     for index, row in enumerate(rows):
         sampled = slice(len(row.prompt), row.num_tokens)
         input_ids[index, : row.num_tokens] = torch.tensor((*row.prompt, *row.response))
@@ -346,4 +367,5 @@ def _pad(rows: Sequence[_Row], pad_token_id: int) -> dict[str, Tensor]:
         "behavior_logprobs": behavior_logprobs,
         "advantages": advantages,
         "token_versions": token_versions,
+        "prompt_lengths": prompt_lengths,
     }

@@ -60,7 +60,7 @@ class FixedSlots:
 class AheadBound:
     """AReaL's staleness control (arXiv:2505.24298): generation may lead training by ``eta`` versions.
 
-        capacity = min(max_in_flight - in_flight, (eta + version + 1) * B - (accepted + in_flight))
+        capacity = (eta + version + 1) * B - (accepted + in_flight), and no more than the free slots
 
     It bounds the lead of the whole system, not the lag of one sample: a rollout that takes more than ``eta`` steps
     exceeds it. ``eta`` = 0 is synchronous training: B groups for version i, and none before i is published.
@@ -68,7 +68,7 @@ class AheadBound:
     Attributes:
         eta: versions that generation may run ahead.
         groups_per_step: B.
-        max_in_flight: groups in flight at once, or None for no limit of its own.
+        slots: groups in flight or ready at once, or None for no limit of its own.
 
     Raises:
         ValueError: if a number is out of range.
@@ -79,7 +79,7 @@ class AheadBound:
 
     eta: int
     groups_per_step: int
-    max_in_flight: int | None = None
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a rule that could never dispatch a whole batch."""
@@ -88,13 +88,13 @@ class AheadBound:
                 f"eta is {self.eta} and groups_per_step is {self.groups_per_step}; eta must be at least 0 "
                 "(synchronous) and a step must use at least one group"
             )
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {self.max_in_flight}; nothing would ever be generated")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"slots is {self.slots}; nothing would ever be generated")
 
     def capacity(self, counts: DispatchCounts) -> int:
         """Groups that may be dispatched now."""
         allowed = (self.eta + counts.version + 1) * self.groups_per_step
         lead = allowed - (counts.accepted + counts.in_flight)
-        if self.max_in_flight is None:
+        if self.slots is None:
             return lead
-        return min(self.max_in_flight - counts.in_flight, lead)
+        return min(self.slots - counts.in_flight - counts.ready, lead)

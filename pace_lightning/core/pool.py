@@ -112,7 +112,7 @@ class TrajectoryPool:
 
     @property
     def num_accepted(self) -> int:
-        """Groups put so far, less those rejected from the pool."""
+        """Groups put so far, less those rejected from the pool or discounted."""
         return self._accepted
 
     def put(self, group: TrajectoryGroup) -> None:
@@ -127,6 +127,12 @@ class TrajectoryPool:
             self._ready.append(group)
             self._accepted += 1
             self._changed.notify_all()
+
+    def discount(self, num_groups: int) -> None:
+        """Drawn groups were dropped without a step: others may take their place. Called by the trainer's thread."""
+        with self._changed:
+            self._accepted -= num_groups
+            self.on_change()
 
     def fail(self, error: BaseException) -> None:
         """The producer died: every present and future draw raises ``error``. The first error stays."""
@@ -254,17 +260,19 @@ class TrajectoryPool:
         while self._error is None and len(self._ready) < needed and not self._closed:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
+                missing = needed - len(self._ready)
                 raise DrawTimeoutError(
-                    f"step {version} waited for {num_groups} groups past its deadline: {len(self._ready)} ready, "
-                    f"{needed} missing. The trainer waits for the rollout thread: {self.describe_producer()}. "
+                    f"step {version} waited for {num_groups} groups past its deadline: "
+                    f"{num_groups - missing} ready, {missing} missing. The trainer waits for the rollout thread: {self.describe_producer()}. "
                     "If generation is just slow, raise trainer.draw_timeout_seconds."
                 )
             self._changed.wait(remaining)
         if self._error is not None:
             raise self._error
         if len(self._ready) < needed:
+            left = num_groups - needed + len(self._ready)
             raise EndOfGroups(
-                f"the data ended: step {version} needs {num_groups} groups, {len(self._ready)} are left"
+                f"the data ended: step {version} needs {num_groups} groups, {left} are left"
             )
 
     def _remove(

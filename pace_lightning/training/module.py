@@ -14,7 +14,7 @@ from torch import Tensor
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.losses import aggregate, clip_statistics, k3_kl
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.training.policy import token_logprobs
+from pace_lightning.training.policy import shared_prompt_logprobs, token_logprobs
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,11 +40,13 @@ class PolicyModule(pl.LightningModule):
         weight_decay: of AdamW.
         betas: of AdamW.
         warmup_steps: linear warm-up, in optimizer steps.
+        max_grad_norm: gradients are scaled down to this norm.
         reference: frozen causal LM of the KL penalty, or None.
         kl_coef: weight of the k3 penalty.
         max_response_tokens: constant of the ``-norm`` aggregation.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
+        share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient checkpointing.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class PolicyModule(pl.LightningModule):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         warmup_steps: int = 0,
+        max_grad_norm: float = 1.0,
         reference: Any = None,
         kl_coef: float = 0.0,
         max_response_tokens: int | None = None,
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
+        share_prompts: bool = False,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -78,9 +82,11 @@ class PolicyModule(pl.LightningModule):
         self._weight_decay = weight_decay
         self._betas = betas
         self._warmup_steps = warmup_steps
+        self._max_grad_norm = max_grad_norm
         self._kl_coef = kl_coef
         self._max_response_tokens = max_response_tokens
         self._chunk_tokens = chunk_tokens
+        self._share_prompts = share_prompts
         self._sums: dict[str, float] = defaultdict(float)
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
@@ -124,13 +130,22 @@ class PolicyModule(pl.LightningModule):
         self._record(batch, logprobs.detach(), entropies, float(loss.detach()))
         return loss * self._averaging_factor()
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a gradient that would destroy the weights."""
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self.policy.parameters() if p.grad is not None], norm_type=2.0
-        )
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
+
+        Done here and not by Lightning, which refuses fused optimizers under mixed precision, although bfloat16 needs no
+        unscaling.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
         if not torch.isfinite(norm):
-            raise NonFiniteLossError(f"the gradient norm of step {self.policy_version} is {norm.item()}")
+            raise NonFiniteLossError(
+                f"the gradient norm of step {self.policy_version} is {norm.item()}; lower optim.learning_rate"
+            )
         self._sums["gradient_norm"] = float(norm)
 
     def finish_step(self) -> dict[str, float]:
@@ -179,14 +194,11 @@ class PolicyModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _logprobs(self, model: Any, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            model,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.loss_mask,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-        )
+        tensors = (batch.input_ids, batch.attention_mask, batch.loss_mask)
+        settings = {"temperature": self._temperature, "chunk_tokens": self._chunk_tokens}
+        if self._share_prompts:
+            return shared_prompt_logprobs(model, *tensors, batch.prompt_lengths, **settings)
+        return token_logprobs(model, *tensors, **settings)
 
     def _averaging_factor(self) -> float:
         """Undo the means over micro-batches and ranks that Lightning and DDP take: the loss is a sum of shares."""

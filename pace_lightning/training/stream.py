@@ -29,6 +29,7 @@ class TrajectoryStream:
         advantage: name in `core.advantages`.
         std_ddof: of the group's standard deviation.
         mask_truncated: leave truncated responses out of the loss.
+        keep_groups: put the responses to one prompt into the same micro-batch.
         draw_timeout_seconds: deadline of one draw.
         drop_empty: called with the groups of a draw in which no group has two different rewards; the draw is
             repeated, since an optimizer step without gradient is never taken. May raise to give up. None: train on
@@ -49,6 +50,7 @@ class TrajectoryStream:
         advantage: str,
         std_ddof: int,
         mask_truncated: bool,
+        keep_groups: bool,
         draw_timeout_seconds: float,
         drop_empty: Callable[[list[TrajectoryGroup]], None] | None,
         on_draw: Callable[[list[TrajectoryGroup]], None],
@@ -63,6 +65,7 @@ class TrajectoryStream:
         self._advantage = advantage
         self._std_ddof = std_ddof
         self._mask_truncated = mask_truncated
+        self._keep_groups = keep_groups
         self._draw_timeout_seconds = draw_timeout_seconds
         self._drop_empty = drop_empty
         self._on_draw = on_draw
@@ -90,6 +93,7 @@ class TrajectoryStream:
                 advantage=self._advantage,
                 std_ddof=self._std_ddof,
                 mask_truncated=self._mask_truncated,
+                keep_groups=self._keep_groups,
                 report=report,
             )
             if self._policy_version() != version + 1:

@@ -286,6 +286,12 @@ def test_a_large_draw_is_split_quickly():
     assert max(sizes) < 1.1 * sum(lengths) / 64
 
 
+def test_the_largest_part_is_halved_when_parts_are_missing():
+    # filled up to 8: [8] [2 2 2 2] [1 1]; a fourth part comes from the 8 positions, not from the 2
+    parts = balanced_split([8, 2, 2, 2, 2, 1, 1], 4)
+    assert parts == [range(0, 1), range(1, 3), range(3, 5), range(5, 7)]
+
+
 def test_more_parts_than_rows_are_refused():
     with pytest.raises(ValueError, match="cannot cut 2 rows into 3 parts"):
         balanced_split([5, 4], 3)

@@ -1,0 +1,222 @@
+"""Synchronous mode is the textbook loop: generate, train, repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from experiments import (
+    DeterministicEngine,
+    build_scripted,
+    configure,
+    judge,
+    read_lines,
+    read_summary,
+    respond,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pace_lightning.config import Config
+from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.losses import aggregate, dapo_head
+from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.run import train
+from pace_lightning.training.policy import token_logprobs
+
+STEPS = 8
+GROUPS_PER_STEP, GROUP_SIZE, MICRO_BATCHES = 4, 4, 2
+
+SCRIPTED = (
+    f"trainer.steps={STEPS}",
+    f"trainer.groups_per_step={GROUPS_PER_STEP}",
+    f"trainer.micro_batches={MICRO_BATCHES}",
+    f"rollout.group_size={GROUP_SIZE}",
+    # the last bits of a sum depend on how many threads share it
+    "trainer.num_threads=1",
+    "trainer.engine_threads=1",
+    "data.held_out=2",
+    "eval.samples=2",
+)
+SYNC = ("mode=sync",)
+ASYNC_WITHOUT_LAG = ("mode=async", "rollout.eta=0", "admission.policy=max_lag", "admission.max_lag=0")
+
+Weights = dict[str, Tensor]
+
+
+class RecordStaleness(pl.Callback):
+    """Keeps what every trained trajectory says about its lag."""
+
+    def __init__(self) -> None:
+        self.lags: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: TrainBatch, i: int) -> None:
+        if batch.is_last:
+            self.lags.append([part.total for part in batch.report.staleness])
+
+
+@pytest.mark.slow
+def test_two_runs_with_one_seed_have_no_lag_and_end_with_the_same_bits(tmp_path: Path) -> None:
+    finals = []
+    for name in ("first", "second"):
+        run_dir = tmp_path / name
+        config = configure(run_dir, "mode=sync", "seed=3", "trainer.steps=6")
+        assert train(config, lambda _: None) == 0
+        assert read_summary(run_dir)["staleness"] == {"generation": 0.0, "waiting": 0.0}
+        draws = read_lines(run_dir / "draws.jsonl")
+        assert [draw["total_staleness_versions"] for draw in draws] == [0.0] * 6
+        assert all(draw["rejected_groups"] == 0 for draw in draws)
+        finals.append(load_file(run_dir / "checkpoints" / "final" / "model.safetensors"))
+    assert differing(finals[0], finals[1]) == []
+
+
+@pytest.mark.slow
+def test_another_seed_ends_with_other_bits(tmp_path: Path) -> None:
+    finals = []
+    for seed in (3, 4):
+        run_dir = tmp_path / str(seed)
+        settings = ("mode=sync", f"seed={seed}", "trainer.steps=1", "data.held_out=2")
+        assert train(configure(run_dir, *settings), lambda _: None) == 0
+        finals.append(load_file(run_dir / "checkpoints" / "final" / "model.safetensors"))
+    assert differing(finals[0], finals[1])
+
+
+def test_no_trajectory_of_a_synchronous_run_has_lag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = build_scripted(
+        monkeypatch, configure(tmp_path, *SCRIPTED, *SYNC), DeterministicEngine()
+    )
+    record = RecordStaleness()
+    experiment.trainer.callbacks.append(record)
+    experiment.trainer.fit(experiment.module, datamodule=experiment.datamodule)
+    experiment.datamodule.close()
+    assert record.lags == [[0.0] * GROUPS_PER_STEP * GROUP_SIZE] * STEPS
+
+
+def test_training_equals_a_plain_loop_bit_for_bit_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through_lightning = weights_of_each_version(tmp_path / "a", monkeypatch, *SYNC)
+    config = configure(tmp_path / "b", *SCRIPTED, *SYNC)
+    material = build_scripted(monkeypatch, config, DeterministicEngine())
+    plain = plain_training(
+        material.module.policy,
+        lease=material.datamodule._prompts.lease,
+        decode=lambda ids: material.tokenizer.decode(ids, skip_special_tokens=True),
+        config=config,
+    )
+    assert len(through_lightning) == len(plain) == STEPS + 1
+    for version, (ours, expected) in enumerate(zip(through_lightning, plain, strict=True)):
+        assert differing(ours, expected) == [], f"at version {version}"
+    assert differing(plain[0], plain[-1]), "nothing was trained"
+
+
+def test_asynchronous_training_without_lag_equals_synchronous_training_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronous = weights_of_each_version(tmp_path / "sync", monkeypatch, *SYNC)
+    asynchronous = weights_of_each_version(tmp_path / "async", monkeypatch, *ASYNC_WITHOUT_LAG)
+    assert len(synchronous) == len(asynchronous) == STEPS + 1
+    for version, (one, other) in enumerate(zip(synchronous, asynchronous, strict=True)):
+        assert differing(one, other) == [], f"at version {version}"
+
+
+def weights_of_each_version(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> list[Weights]:
+    """What a whole run published, by version."""
+    engine = DeterministicEngine()
+    experiment = build_scripted(monkeypatch, configure(run_dir, *SCRIPTED, *overrides), engine)
+    try:
+        experiment.trainer.fit(experiment.module, datamodule=experiment.datamodule)
+    finally:
+        experiment.datamodule.close()
+    assert [version for version, _ in engine.weights] == list(range(STEPS + 1))
+    return [weights for _, weights in engine.weights]
+
+
+def plain_training(
+    policy: Any,
+    *,
+    lease: Callable[[], Prompt],
+    decode: Callable[[Sequence[int]], str],
+    config: Config,
+) -> list[Weights]:
+    """Generate, then train; no thread, no pool, no Lightning."""
+    torch.set_num_threads(1)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=config.optim.learning_rate, weight_decay=0.0, fused=True
+    )
+    history = [copy_of(policy)]
+    for version in range(STEPS):
+        groups: list[TrajectoryGroup] = []
+        while len(groups) < GROUPS_PER_STEP:
+            group = roll_out(lease(), history[-1], version, decode)
+            if len({trajectory.score for trajectory in group.trajectories}) > 1:
+                groups.append(group)
+        batches = collate(
+            sorted(groups, key=lambda group: group.prompt.uid),
+            version=version,
+            num_micro_batches=MICRO_BATCHES,
+            pad_token_id=0,
+            advantage="grpo",
+            std_ddof=1,
+        )
+        for batch in batches:
+            logprobs, _ = token_logprobs(
+                policy, batch.input_ids, batch.attention_mask, batch.loss_mask
+            )
+            losses = dapo_head(
+                logprobs,
+                batch.behavior_logprobs,
+                batch.advantages,
+                clip_low=config.loss.clip_low,
+                clip_high=config.loss.clip_high,
+            )
+            aggregate(
+                losses,
+                batch.loss_mask,
+                mode="token-mean",
+                num_tokens=batch.num_tokens_global,
+                num_sequences=batch.num_sequences_global,
+            ).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(copy_of(policy))
+    return history
+
+
+def roll_out(
+    prompt: Prompt, weights: Weights, version: int, decode: Callable[[Sequence[int]], str]
+) -> TrajectoryGroup:
+    trajectories = []
+    for tokens, logprobs in respond(weights, prompt.token_ids, GROUP_SIZE):
+        score = judge(decode(tokens))
+        trajectories.append(
+            Trajectory(
+                token_ids=tokens,
+                token_versions=(version,) * len(tokens),
+                behavior_logprobs=logprobs,
+                completed_at=version,
+                reward=score,
+                score=score,
+                truncated=False,
+            )
+        )
+    return TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def copy_of(policy: Any) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+
+
+def differing(one: Weights, other: Weights) -> list[str]:
+    """Names of the tensors that are not equal to the last bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
