@@ -26,10 +26,10 @@ from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.advantages import soft_overlong_penalty
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.losses import HEADS
-from pace_lightning.core.trajectory import Fate, Prompt, TrajectoryGroup
+from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
-from pace_lightning.rollout.worker import ScoringFailedError
+from pace_lightning.rollout.groups import ScoringFailedError
 from pace_lightning.tasks.prompts import PromptRow, PromptStream, tokenize_prompts
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerError, ScorerPool, ScorerTimeout
 from pace_lightning.tasks.sources import load_rows, normalize_rows, split_held_out
@@ -59,13 +59,20 @@ class Experiment:
     num_eval_prompts: int
 
 
-def build(config: Config, run_dir: Path, *, emit: Callable[[str], None]) -> Experiment:
+def build(
+    config: Config,
+    run_dir: Path,
+    *,
+    emit: Callable[[str], None],
+    resumed_version: PolicyVersion | None = None,
+) -> Experiment:
     """Build everything; start nothing.
 
     Args:
         config: checked.
         run_dir: exists.
         emit: prints a line for the user.
+        resumed_version: of the checkpoint that the run will go on from; curves are cut there.
 
     Raises:
         ConfigError: if data and model do not fit the configuration.
@@ -163,7 +170,14 @@ def build(config: Config, run_dir: Path, *, emit: Callable[[str], None]) -> Expe
         )
     return Experiment(
         run_dir=run_dir,
-        trainer=_trainer(config, run_dir, callbacks, time_ledger, num_eval=len(eval_rows)),
+        trainer=_trainer(
+            config,
+            run_dir,
+            callbacks,
+            time_ledger,
+            num_eval=len(eval_rows),
+            resumed_version=resumed_version,
+        ),
         module=module,
         datamodule=datamodule,
         tokenizer=tokenizer,
@@ -175,7 +189,13 @@ def build(config: Config, run_dir: Path, *, emit: Callable[[str], None]) -> Expe
 
 
 def _trainer(
-    config: Config, run_dir: Path, callbacks: list[pl.Callback], time_ledger: TimeLedger, *, num_eval: int
+    config: Config,
+    run_dir: Path,
+    callbacks: list[pl.Callback],
+    time_ledger: TimeLedger,
+    *,
+    num_eval: int,
+    resumed_version: PolicyVersion | None,
 ) -> pl.Trainer:
     micro_batches = config.trainer.micro_batches
     every = config.eval.every_steps
@@ -190,7 +210,8 @@ def _trainer(
         val_check_interval=every * micro_batches if 0 < every <= config.trainer.steps else 1.0,
         limit_val_batches=1.0 if num_eval else 0,
         num_sanity_val_steps=0,
-        logger=TensorBoardLogger(run_dir, name="", version="tensorboard"),
+        # TensorBoard forgets what an earlier process logged at this step and later ones.
+        logger=TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=resumed_version),
         log_every_n_steps=1,
         callbacks=callbacks,
         plugins=[RunCheckpointIO(time_ledger)],
@@ -362,7 +383,7 @@ def _admission(config: Config) -> AdmissionPolicy:
     if config.mode == Mode.SYNC:
         return MaxLag(0)  # an assertion: synchronous dispatch leaves nothing to reject
     if config.admission.policy == "max_lag":
-        assert config.admission.max_lag is not None  # noqa: S101 - checked with the configuration
+        assert config.admission.max_lag is not None
         return MaxLag(config.admission.max_lag)
     return AdmitAll()
 

@@ -168,8 +168,42 @@ class AdmissionConfig:
     """Which ready groups a draw may use."""
 
     policy: str = "all"
-    """``all``: oldest first; ``max_lag``: only groups whose largest lag is at most ``max_lag``."""
+    """``all``: oldest first; ``max_lag``: only groups whose largest lag is at most ``max_lag``; ``pace``: see ``pace``."""
     max_lag: int | None = None
+
+
+@dataclass
+class PaceConfig:
+    """PACE (arXiv:2609.36830): how many ready groups to reject, and which; used with ``admission.policy: pace``."""
+
+    target_groups: int | None = None
+    """Occupancy above which groups are rejected. None: ``trainer.groups_per_step``."""
+    excess: str = "occupancy"
+    """``occupancy``: 1 - target/N; ``target``: N/target - 1, at most 1."""
+    smoothing: float = 0.2
+    """Weight of the newest draw in the average of the excess."""
+    rate_max: float = 0.5
+    """Largest rejected share of what a draw takes."""
+    reserve_groups: int = 0
+    """Ready groups that rejection must leave beside the draw."""
+    ranking: str = "effective"
+    """``effective``, ``raw`` (whole lag) or ``generation``."""
+    gamma: float = 4.0
+    """Sharpening of the drift percentile."""
+    group_score: str = "mean"
+    """``mean`` or ``max`` over the group's trajectories."""
+    forgetting: str = "absolute"
+    """Prefix forgetting score: ``absolute``, ``drop`` or ``signed`` change of log-probs."""
+    forgetting_aggregate: str = "last"
+    """Over publications: ``last``, ``max`` or ``token_weighted``."""
+    window: int | None = None
+    """Recent scores that give the percentile. None: max(1024, 4 x groups per step x group size)."""
+    window_minimum: int = 64
+    """Below so many scores every weight is 1."""
+    no_score: str = "raw"
+    """A trajectory that met no publication: ``raw`` (weight 1) or ``zero`` (has not drifted)."""
+    aging_limit: int | None = None
+    """A prompt rejected so often is admitted next; an addition to the paper, off by default."""
     """In policy versions; needs a dispatch bound ``rollout.eta`` of at most the same."""
 
 
@@ -285,6 +319,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    pace: PaceConfig = field(default_factory=PaceConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -12,19 +12,31 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pace_lightning.config import Config, ConfigError, Mode
+from pace_lightning.config_explain import outstanding_limit, pace_window
 from pace_lightning.config_load import nearest, show
 
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "admission.policy": ("all", "max_lag"),
+    "admission.policy": ("all", "max_lag", "pace"),
     "data.overlong_prompts": ("refuse", "skip"),
     "engine.dtype": ("auto", "float32", "bfloat16"),
     "engine.kind": ("local",),
     "logging.level": ("debug", "info", "warning", "error"),
     "loss.advantage": GROUP_BASELINES,
-    "loss.aggregation": ("token-mean",),
+    "loss.aggregation": (
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    ),
     "loss.objective": ("dapo", "grpo"),
+    "pace.excess": ("occupancy", "target"),
+    "pace.forgetting": ("absolute", "drop", "signed"),
+    "pace.forgetting_aggregate": ("last", "max", "token_weighted"),
+    "pace.group_score": ("mean", "max"),
+    "pace.no_score": ("raw", "zero"),
+    "pace.ranking": ("effective", "raw", "generation"),
     "trainer.on_nothing_to_learn": ("error", "finish"),
     "trainer.precision": ("32-true", "bf16-mixed"),
 }
@@ -39,6 +51,10 @@ AT_LEAST_ONE = (
     "eval.max_new_tokens",
     "eval.samples",
     "model.logprob_chunk_tokens",
+    "pace.aging_limit",
+    "pace.target_groups",
+    "pace.window",
+    "pace.window_minimum",
     "reward.num_workers",
     "rollout.group_size",
     "rollout.max_new_tokens",
@@ -72,6 +88,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
     "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
     "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
+    "pace.gamma": (lambda x: x >= 0, "at least 0"),
+    "pace.rate_max": (lambda x: 0 < x < 1, "in (0, 1)"),
+    "pace.reserve_groups": (lambda x: x >= 0, "at least 0"),
+    "pace.smoothing": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "reward.max_error_share": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "reward.overlong_penalty_factor": (lambda x: x >= 0, "at least 0"),
     "reward.overlong_penalty_tokens": (lambda x: x >= 0, "at least 0"),
@@ -207,6 +227,32 @@ def _admission(config: Config) -> Iterator[str]:
         )
 
 
+def _pace(config: Config) -> Iterator[str]:
+    if config.admission.policy != "pace":
+        return
+    pace, needed = config.pace, config.trainer.groups_per_step
+    if config.mode == Mode.SYNC:
+        yield "admission.policy is pace, but in mode sync nothing waits in the pool; use mode async"
+    if pace.target_groups is not None and pace.target_groups < needed:
+        yield (
+            f"pace.target_groups is {pace.target_groups} but a step needs {needed} groups "
+            "(trainer.groups_per_step): rejecting down to it would starve the trainer"
+        )
+    limit, target = outstanding_limit(config), pace.target_groups or needed
+    if limit <= target + pace.reserve_groups:
+        yield (
+            f"at most {limit} groups may be outstanding, so the pool can never exceed pace.target_groups {target} + "
+            f"pace.reserve_groups {pace.reserve_groups}: PACE would never reject; raise "
+            "rollout.max_outstanding_groups or rollout.eta"
+        )
+    window = pace_window(config)
+    if window < pace.window_minimum:
+        yield (
+            f"pace.window is {window}, smaller than pace.window_minimum {pace.window_minimum}: the percentile "
+            "would never be used"
+        )
+
+
 def _loss(config: Config) -> Iterator[str]:
     loss, limit = config.loss, config.rollout.max_new_tokens
     if loss.objective == "grpo" and loss.clip_low != loss.clip_high:
@@ -237,6 +283,14 @@ def _engine(config: Config) -> Iterator[str]:
         )
 
 
+def _model(config: Config) -> Iterator[str]:
+    if config.model.shared_prompts and config.model.gradient_checkpointing:
+        yield (
+            "model.shared_prompts and model.gradient_checkpointing are both true, but the first keeps the keys and "
+            "values that the second recomputes; choose one"
+        )
+
+
 def _data(config: Config) -> Iterator[str]:
     data = config.data
     if not data.sources:
@@ -253,8 +307,6 @@ def _data(config: Config) -> Iterator[str]:
             f"data.held_out is {data.held_out}, but data.eval_sources is set and replaces it; "
             "remove one of the two"
         )
-    if not data.eval_sources and data.held_out == 0:
-        yield "nothing to evaluate on: set data.held_out above 0, or data.eval_sources"
     sizes = [source.size for source in data.sources]
     total = sum(size for size in sizes if size is not None)
     if sizes and None not in sizes and not data.eval_sources and data.held_out >= total > 0:
@@ -270,8 +322,10 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _batch,
     _dispatch,
     _admission,
+    _pace,
     _loss,
     _engine,
+    _model,
     _data,
 )
 

@@ -63,6 +63,12 @@ def shares_prompts(config: Config) -> bool:
     return not config.model.gradient_checkpointing if chosen is None else chosen
 
 
+def pace_window(config: Config) -> int:
+    """Scores in PACE's drift window."""
+    step = config.trainer.groups_per_step * config.rollout.group_size
+    return config.pace.window or max(1024, 4 * step)
+
+
 def run_directory(config: Config, now: datetime) -> Path:
     """``run_dir`` if it is set, else ``runs/<name>/<YYYYmmdd-HHMMSS>``."""
     if config.run_dir is not None:
@@ -142,6 +148,12 @@ def _lag(config: Config) -> str:
         text += f"; plus up to {config.sync.every_steps - 1} for steps not yet published"
     if config.admission.max_lag is not None:
         text += f"; groups above {config.admission.max_lag} are discarded"
+    if config.admission.policy == "pace":
+        target = config.pace.target_groups or config.trainer.groups_per_step
+        text += (
+            f"; PACE holds the wait near {target / config.trainer.groups_per_step:g} "
+            f"({target} target groups / {config.trainer.groups_per_step} per step)"
+        )
     return text
 
 
@@ -177,6 +189,8 @@ def _steps(config: Config) -> str:
 def _evaluation(config: Config) -> str:
     """What each evaluation generates."""
     data, samples = config.data, config.eval.samples
+    if not data.eval_sources and not data.held_out:
+        return "none: neither data.eval_sources nor data.held_out is set"
     sizes = [source.size for source in data.eval_sources]
     if not data.eval_sources:
         work = f"{data.held_out} held-out prompts x {samples} = {data.held_out * samples} responses"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pace_lightning.build import Experiment, build
 from pace_lightning.config import Config, ConfigError
 from pace_lightning.config_explain import run_directory
 from pace_lightning.config_load import load, to_yaml
-from pace_lightning.rollout.worker import NothingToLearnError
+from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.groups import NothingToLearnError
+from pace_lightning.training.monitors import keep_lines_before, log_metrics
 
 Emit = Callable[[str], None]
 
@@ -36,14 +41,11 @@ def resume(run_dir: Path, emit: Emit) -> int:
     """Go on from the newest checkpoint of a run. Returns the exit code."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
-    checkpoints = sorted((run_dir / "checkpoints").glob("version-*.ckpt"))
-    if not checkpoints:
-        raise ConfigError(
-            f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); start a new run instead"
-        )
     config = load(run_dir / "config.yaml")
-    emit(f"resuming from {checkpoints[-1]}")
-    return _fit(config, run_dir, emit, checkpoint=checkpoints[-1])
+    checkpoint, version = _newest_checkpoint(run_dir, emit)
+    emit(f"resuming at version {version} from {checkpoint}")
+    keep_lines_before(run_dir / "samples.jsonl", version)
+    return _fit(config, run_dir, emit, checkpoint=checkpoint, version=version)
 
 
 def evaluate(config: Config, emit: Emit) -> int:
@@ -54,6 +56,7 @@ def evaluate(config: Config, emit: Emit) -> int:
     experiment = build(config, run_dir, emit=emit)
     if not experiment.num_eval_prompts:
         raise ConfigError("nothing to evaluate: set data.held_out or data.eval_sources")
+    experiment.trainer.loggers = []  # run_dir may hold a run, whose curves this is no point of
     try:
         metrics = _validate(experiment)
     finally:
@@ -65,14 +68,64 @@ def evaluate(config: Config, emit: Emit) -> int:
     return 0
 
 
-def _fit(config: Config, run_dir: Path, emit: Emit, *, checkpoint: Path | None) -> int:
+def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
+    """The newest checkpoint that is whole, and its version."""
+    files = [
+        (int(match[1]), int(match[2] or 0), path)
+        for path in (run_dir / "checkpoints").glob("version-*.ckpt")
+        # a version that is saved again beside a file that is there already gets a suffix
+        if (match := re.fullmatch(r"version-(\d+)(?:-v(\d+))?", path.stem))
+    ]
+    if not files:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); start a new run instead"
+        )
+    for *_, path in sorted(files, reverse=True):
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return path, state["global_step"]
+        except Exception as error:
+            emit(f"{path} cannot be read, trying the one before it: {error!r:.200}")
+    raise ConfigError(
+        f"none of the {len(files)} checkpoints in {run_dir / 'checkpoints'} can be read; start a new run instead"
+    )
+
+
+def _plotted_evaluation(run_dir: Path, version: PolicyVersion) -> dict[str, float]:
+    """What TensorBoard shows of the evaluation of a version; empty if there was none."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    size = {"scalars": 0, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
+    events = EventAccumulator(str(run_dir / "tensorboard"), size).Reload()
+    return {
+        tag: event.value
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("eval/")
+        for event in events.Scalars(tag)
+        if event.step == version
+    }
+
+
+def _fit(
+    config: Config,
+    run_dir: Path,
+    emit: Emit,
+    *,
+    checkpoint: Path | None,
+    version: PolicyVersion | None = None,
+) -> int:
     _quiet()
-    summary: dict[str, Any] = {"status": "failed", "error": None}
+    summary: dict[str, Any] = {"status": "failed"}
     experiment: Experiment | None = None
-    before: dict[str, float] | None = None
     after: dict[str, float] | None = None
     try:
-        experiment = build(config, run_dir, emit=emit)
+        # Curves are cut at the resumed version, but the evaluation of just that version is not made again.
+        evaluation: dict[str, float] = {}
+        if version is not None and version < config.trainer.steps:
+            evaluation = _plotted_evaluation(run_dir, version)
+        experiment = build(config, run_dir, emit=emit, resumed_version=version)
+        if version is not None and evaluation:
+            log_metrics(experiment.trainer, evaluation, version)
         emit(f"run directory {run_dir}")
         if experiment.num_eval_prompts and checkpoint is None:
             before = _validate(experiment)
@@ -90,8 +143,8 @@ def _fit(config: Config, run_dir: Path, emit: Emit, *, checkpoint: Path | None) 
                 raise
             emit(str(error))
             summary |= {"status": "nothing_to_learn", "error": str(error)}
+        experiment.datamodule.end()
         if summary["status"] == "finished":
-            experiment.datamodule.end()
             if experiment.trainer.global_step < config.trainer.steps:
                 summary["status"] = "data_ended"
             if experiment.num_eval_prompts:
@@ -105,11 +158,13 @@ def _fit(config: Config, run_dir: Path, emit: Emit, *, checkpoint: Path | None) 
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         summary |= {"status": "interrupted" if interrupted else "failed", "error": repr(error)}
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None  # Lightning turns Ctrl-C into exit code 1
         raise
     finally:
         if experiment is not None:
             experiment.datamodule.close()
-            summary |= _account(experiment, before, after)
+            summary |= _account(experiment, after)
         scratch = run_dir / ".summary.json.part"
         scratch.write_text(json.dumps(summary, indent=2) + "\n")
         scratch.replace(run_dir / "summary.json")
@@ -122,16 +177,15 @@ def _validate(experiment: Experiment) -> dict[str, float]:
     return experiment.datamodule.evaluations[experiment.trainer.global_step]
 
 
-def _account(
-    experiment: Experiment, before: dict[str, float] | None, after: dict[str, float] | None
-) -> dict[str, Any]:
+def _account(experiment: Experiment, after: dict[str, float] | None) -> dict[str, Any]:
     datamodule, staleness = experiment.datamodule, experiment.staleness.mean
+    before = datamodule.evaluations.get(0)
     return {
         "steps": experiment.trainer.global_step,
         "policy_version": experiment.trainer.global_step,
         "pass_rate_before": before and before["pass_rate"],
         "pass_rate_after": after and after["pass_rate"],
-        "tokens_generated": datamodule.worker.num_tokens_generated,
+        "tokens_generated": datamodule.tokens_generated,
         "tokens_trained": datamodule.tokens_trained,
         "seconds": {part: round(value, 3) for part, value in experiment.time_ledger.seconds().items()},
         "staleness": {

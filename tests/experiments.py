@@ -1,7 +1,8 @@
-"""Whole experiments: as commands in processes of their own, or in this one with a scripted engine."""
+"""Whole experiments: commands in processes of their own, or a scripted engine in this one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from pace_lightning.rollout.engine import Completion, Sampling
 ROOT = Path(__file__).parents[1]
 SMOKE = "conf/smoke.yaml"
 MARK = "PACE_LIGHTNING_TEST_MARK"
-"""Environment variable by which the processes of one command are found again, whoever adopted them."""
+"""Environment variable by which all processes of one command are found, whoever adopted them."""
 
 VOCABULARY = 100
 MAX_NEW_TOKENS = 4
@@ -54,13 +55,15 @@ def until(predicate: Callable[[], object], *, seconds: float, what: str) -> None
         time.sleep(0.02)
 
 
-# --- commands in processes of their own ------------------------------------------------------------
+# --- commands in processes of their own ---
 
 
 class Command:
     """``python -m pace_lightning ...`` while it runs; a context that leaves no process behind."""
 
-    def __init__(self, log: Path, *arguments: object, environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, log: Path, *arguments: object, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         mark = uuid.uuid4().hex
         self._entry = (MARK, mark)
@@ -70,7 +73,8 @@ class Command:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pace_lightning", *map(str, arguments)],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment, MARK: mark},
+                env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), MARK: mark}
+                | dict(environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -81,10 +85,11 @@ class Command:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in [self.process.pid, *self.children()]:
-            if psutil.pid_exists(pid) and self.process.returncode is None or pid in self.children():
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
+        for pid in self.children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def children(self) -> list[int]:
         """Every other living process with this command's mark."""
@@ -128,7 +133,7 @@ def run_command(log: Path, *arguments: object, seconds: float = 90.0) -> tuple[i
         return command.wait(seconds), command.output()
 
 
-# --- experiments in this process -------------------------------------------------------------------
+# --- experiments in this process ---
 
 
 def configure(run_dir: Path, *overrides: str) -> Config:
@@ -141,7 +146,7 @@ def configure(run_dir: Path, *overrides: str) -> Config:
 def respond(
     weights: Mapping[str, Tensor], prompt: Sequence[int], n: int
 ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Tokens and log-probs that these weights give for a prompt: a pure function of every bit of both."""
+    """Tokens and log-probs that weights give for a prompt: a function of every bit of both."""
     digest = 0
     for name in sorted(weights):
         digest = zlib.crc32(weights[name].numpy().tobytes(), digest)
@@ -174,10 +179,21 @@ class DeterministicEngine(ScriptedEngine):
         ]
 
 
+def alternate(texts: Sequence[str]) -> list[float]:
+    """Scores that give each group a gradient, whatever was generated."""
+    return [float(index % 2) for index, _ in enumerate(texts)]
+
+
+def judge_all(texts: Sequence[str]) -> list[float]:
+    """`judge` for each response; now and then all scores of a group are equal."""
+    return [judge(text) for text in texts]
+
+
 class InProcessScorer:
     """Stands in for the scorer pool: judges at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, score: Callable[[Sequence[str]], list[float]] = alternate) -> None:
+        self._score = score
         self.closed = False
 
     def start(self) -> None:
@@ -190,8 +206,17 @@ class InProcessScorer:
     async def score_async(
         self, prompt: object, texts: Sequence[str], columns: Mapping[str, Any]
     ) -> list[float]:
-        """See `judge`."""
-        return [judge(text) for text in texts]
+        """The scores of one group."""
+        return self._score(texts)
+
+
+def use_script(
+    monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine, scorer: InProcessScorer | None = None
+) -> None:
+    """Let the real wiring build around a scripted engine; all else stays as it is."""
+    chosen = scorer or InProcessScorer()
+    monkeypatch.setattr("pace_lightning.build.LocalEngine", lambda *_, **__: engine)
+    monkeypatch.setattr("pace_lightning.build.ScorerPool", lambda *_, **__: chosen)
 
 
 def build_scripted(
@@ -200,10 +225,8 @@ def build_scripted(
     engine: ScriptedEngine,
     scorer: InProcessScorer | None = None,
 ) -> Experiment:
-    """The real experiment, wired by the real code, around a scripted engine."""
-    chosen = scorer or InProcessScorer()
-    monkeypatch.setattr("pace_lightning.build.LocalEngine", lambda *_, **__: engine)
-    monkeypatch.setattr("pace_lightning.build.ScorerPool", lambda *_, **__: chosen)
+    """The objects of an experiment around a scripted engine."""
+    use_script(monkeypatch, engine, scorer)
     run_dir = Path(str(config.run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
     return build(config, run_dir, emit=lambda _: None)

@@ -22,6 +22,13 @@ def stumble(prompts, completions, **columns):
     raise KeyError("the verifier stumbled")
 
 
+def stumble_in_training(prompts, completions, **columns):
+    """Judges 2 groups like `mixed`, the evaluation before training, and nothing after them."""
+    global _num_calls
+    _num_calls += 1
+    return mixed(prompts, completions) if _num_calls <= 2 else stumble(prompts, completions)
+
+
 def never_return(prompts, completions, **columns):
     """Hangs."""
     while True:
@@ -29,7 +36,7 @@ def never_return(prompts, completions, **columns):
 
 
 def stall(prompts, completions, **columns):
-    """Judges ``$STALL_AFTER_GROUPS`` groups like `mixed`, then creates ``$STALL_FILE`` and hangs."""
+    """Judges ``$STALL_AFTER_GROUPS`` groups like `mixed`, then makes ``$STALL_FILE`` and hangs."""
     global _num_calls
     _num_calls += 1
     if _num_calls > int(os.environ["STALL_AFTER_GROUPS"]):

@@ -1,7 +1,7 @@
-"""A rollout side without a model: an engine that does what a test tells it, and makers of core objects.
+"""A rollout side without a model: an engine that follows a script, and makers of core objects.
 
-Nothing here sleeps. A test waits for a state with `ScriptedEngine.until` or at a `Gate`, each with a
-deadline, and decides itself when a request finishes.
+Nothing here sleeps. A test waits for a state with `ScriptedEngine.until` or at a `Gate`, each with
+a deadline, and decides itself when a request finishes.
 """
 
 from __future__ import annotations

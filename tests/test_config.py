@@ -80,8 +80,8 @@ def test_a_number_in_scientific_notation_without_a_point_is_a_float(folder):
         ("trainr: {steps: 3}", "unknown key trainr: did you mean 'trainer'?"),
         ("learning_rate: 3", "unknown key learning_rate: did you mean 'optim.learning_rate'?"),
         ("loss: {eta: 3}", "unknown key loss.eta: did you mean 'rollout.eta'?"),
-        ("loss: {gamma: 3}", "unknown key loss.gamma: choose from: objective, advantage,"),
-        ("pace: {gama: 1}", "unknown key pace: choose from: name, mode,"),
+        ("loss: {zzz: 3}", "unknown key loss.zzz: choose from: objective, advantage,"),
+        ("pace: {gama: 1}", "unknown key pace.gama: did you mean 'gamma'?"),
         ("1: 2", "unknown key 1: choose from"),
         ("data: {sources: [{sizze: 1}]}", "unknown key data.sources[0].sizze: did you mean 'size'"),
         ("seed: 1.5", "run.yaml: seed is 1.5, expected an integer"),
@@ -358,7 +358,10 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
             "admission.max_lag is 1, but mode sync has no lag",
         ),
         # data
-        (["data.held_out=0"], "nothing to evaluate on: set data.held_out above 0"),
+        (
+            ["model.shared_prompts=true", "model.gradient_checkpointing=true"],
+            "model.shared_prompts and model.gradient_checkpointing are both true",
+        ),
         (["data.sources=[]"], "data.sources is empty"),
         (["data.eval_sources=[{path: y}]"], "data.held_out is 2, but data.eval_sources is set"),
         (["data.sources.0.size=2"], "the sources have 2 prompts in all: nothing is left"),
@@ -427,7 +430,7 @@ def test_the_edge_of_what_is_possible_is_accepted(folder, overrides):
 
 
 def test_all_problems_are_reported_at_once(folder):
-    text = refusal(folder, VALID, "trainer.steps=0", "loss.objective=gpro", "data.held_out=0")
+    text = refusal(folder, VALID, "trainer.steps=0", "loss.objective=gpro", "trainer.micro_batches=0")
     assert text.startswith("3 problems in the configuration:\n  - ")
     assert len(text.splitlines()) == 4
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pace_lightning.core.staleness import group_lag
+from pace_lightning.core.staleness import StalenessDecomposition, group_lag
 from pace_lightning.core.trajectory import Fate, PolicyVersion, TrajectoryGroup
 
 
@@ -23,6 +23,12 @@ class Selection:
 
     admitted: tuple[int, ...]
     rejected: tuple[tuple[int, Fate], ...] = ()
+    staleness: tuple[Sequence[StalenessDecomposition], ...] = ()
+    """Of the trajectories of each candidate, if the policy has worked it out; saves the report's time."""
+    scores: tuple[float, ...] = ()
+    """Effective staleness of each candidate, in versions, if the policy knows it; for the report."""
+    warning: str | None = None
+    """What is wrong with how the draws go, and what to change; for the report."""
 
 
 class AdmissionPolicy(Protocol):
@@ -72,8 +78,28 @@ class AdmissionPolicy(Protocol):
         """Whether `select` must see every ready group."""
         ...
 
+    def state_to_primitives(self, state: Any) -> Any:
+        """The state as a checkpoint holds it: None, numbers, strings, lists and dicts of them."""
+        ...
 
-class AdmitAll:
+    def state_from_primitives(self, primitives: Any) -> Any:
+        """The inverse of `state_to_primitives`; gets None from a policy without a memory."""
+        ...
+
+
+class _Memoryless:
+    """A policy that remembers nothing."""
+
+    def state_to_primitives(self, state: Any) -> None:
+        """Nothing to keep."""
+        return
+
+    def state_from_primitives(self, primitives: Any) -> None:
+        """What another policy remembered is of no use."""
+        return
+
+
+class AdmitAll(_Memoryless):
     """Unfiltered asynchronous training: every group, oldest first."""
 
     examines_all = False
@@ -96,7 +122,7 @@ class AdmitAll:
         return Selection(admitted=tuple(range(min(needed, len(candidates))))), state
 
 
-class MaxLag:
+class MaxLag(_Memoryless):
     """A hard limit: a group is admitted if the largest lag of its trajectories is at most ``max_lag``.
 
     The controlled Stale-k setting of PACE (arXiv:2609.36830, section 2). Groups over the limit leave as

@@ -56,6 +56,12 @@ class Ledger:
             self._tokens[fate] += num_tokens
 
     @property
+    def pending(self) -> list[str]:
+        """The prompts that are out, in no particular order."""
+        with self._lock:
+            return list(self._open)
+
+    @property
     def num_pending(self) -> int:
         """Prompts that are out: in flight, ready, or in the batch being trained."""
         with self._lock:

@@ -11,11 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
-from pace_lightning.core.admission import AdmissionPolicy
+from pace_lightning.core.admission import AdmissionPolicy, Selection
 from pace_lightning.core.staleness import (
     StalenessDecomposition,
     group_staleness,
@@ -32,9 +32,32 @@ class DrawTimeoutError(RuntimeError):
     """Not enough groups became ready before the deadline of a draw."""
 
 
-def _mean(parts: Sequence[StalenessDecomposition], name: str) -> float | None:
-    mean = mean_staleness(parts)
-    return None if mean is None else float(getattr(mean, name))
+@dataclass
+class _Share:
+    """The groups that a draw admitted, or those that it rejected."""
+
+    version: PolicyVersion
+    groups: list[TrajectoryGroup] = field(default_factory=list)
+    staleness: list[StalenessDecomposition] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    """One per group, or none at all if the policy gives none."""
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, position: int, group: TrajectoryGroup, selection: Selection) -> None:
+        known = selection.staleness
+        self.groups.append(group)
+        self.staleness += known[position] if known else group_staleness(group, self.version)
+        self.scores += selection.scores[position : position + 1]
+
+    @property
+    def mean_score(self) -> float | None:
+        return sum(self.scores) / len(self.scores) if self.scores else None
+
+    def prefix_forgetting(self) -> tuple[float, ...]:
+        scores = (t.prefix_forgetting for group in self.groups for t in group.trajectories)
+        return tuple(score for score in scores if score is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +87,25 @@ class DrawReport:
     """How long the trainer waited for the draw."""
     redrawn_groups: int = 0
     """Groups drawn before these and dropped, because not one of them had a gradient."""
+    effective_staleness_versions: float | None = None
+    """Mean over the drawn groups, None if the policy knows no such score."""
+    rejected_effective_staleness_versions: float | None = None
+    """Mean over the rejected groups, None if there are none or no score."""
+    warning: str | None = None
+    """From the admission policy: what to change, if its draws cannot do what they should."""
     staleness: tuple[StalenessDecomposition, ...] = field(default=(), repr=False)
-    """Of each drawn trajectory; for histograms, not in ``draws.jsonl``."""
+    """Of each drawn trajectory; for histograms, not in ``draws.jsonl``, as all below."""
     rejected_staleness: tuple[StalenessDecomposition, ...] = field(default=(), repr=False)
+    effective_staleness: tuple[float, ...] = field(default=(), repr=False)
+    """Of each drawn group, if the policy knows it."""
+    rejected_effective_staleness: tuple[float, ...] = field(default=(), repr=False)
+    prefix_forgetting: tuple[float, ...] = field(default=(), repr=False)
+    """Of each drawn trajectory that has a score."""
+    rejected_prefix_forgetting: tuple[float, ...] = field(default=(), repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of ``draws.jsonl``: all but the per-trajectory tuples."""
-        fields = asdict(self)
-        del fields["staleness"], fields["rejected_staleness"]
-        return fields
+        """The fields of ``draws.jsonl``: all but the tuples."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
 
 
 class TrajectoryPool:
@@ -159,22 +192,23 @@ class TrajectoryPool:
         """
         start = time.monotonic()
         deadline = start + timeout_seconds
-        admitted: list[TrajectoryGroup] = []
-        rejected: list[TrajectoryGroup] = []
+        admitted, rejected = _Share(version), _Share(version)
         with self._changed:
             occupancy_before = len(self._ready)
             budget, self._policy_state = self._policy.begin(
                 needed=num_groups, occupancy=occupancy_before, state=self._policy_state
             )
             try:
-                beyond = self._collect(num_groups, version, budget, admitted, rejected, deadline)
+                beyond, warning = self._collect(
+                    num_groups, version, budget, admitted, rejected, deadline
+                )
             except BaseException:
-                self._ready.extendleft(reversed(admitted))
+                self._ready.extendleft(reversed(admitted.groups))
                 raise
             occupancy_after = len(self._ready)
             self.on_change()
-        kept = [s for group in admitted for s in group_staleness(group, version)]
-        shed = [s for group in rejected for s in group_staleness(group, version)]
+        mean_kept = mean_staleness(admitted.staleness) or StalenessDecomposition(0.0, 0.0)
+        mean_shed = mean_staleness(rejected.staleness)
         report = DrawReport(
             version=version,
             occupancy_before_groups=occupancy_before,
@@ -183,17 +217,24 @@ class TrajectoryPool:
             drawn_groups=len(admitted),
             rejected_groups=len(rejected),
             beyond_candidates_groups=beyond,
-            generation_staleness_versions=_mean(kept, "generation") or 0.0,
-            waiting_staleness_versions=_mean(kept, "waiting") or 0.0,
-            total_staleness_versions=_mean(kept, "total") or 0.0,
-            rejected_generation_staleness_versions=_mean(shed, "generation"),
-            rejected_waiting_staleness_versions=_mean(shed, "waiting"),
-            rejected_total_staleness_versions=_mean(shed, "total"),
+            generation_staleness_versions=mean_kept.generation,
+            waiting_staleness_versions=mean_kept.waiting,
+            total_staleness_versions=mean_kept.total,
+            rejected_generation_staleness_versions=mean_shed.generation if mean_shed else None,
+            rejected_waiting_staleness_versions=mean_shed.waiting if mean_shed else None,
+            rejected_total_staleness_versions=mean_shed.total if mean_shed else None,
             wait_seconds=time.monotonic() - start,
-            staleness=tuple(kept),
-            rejected_staleness=tuple(shed),
+            effective_staleness_versions=admitted.mean_score,
+            rejected_effective_staleness_versions=rejected.mean_score,
+            warning=warning,
+            staleness=tuple(admitted.staleness),
+            rejected_staleness=tuple(rejected.staleness),
+            effective_staleness=tuple(admitted.scores),
+            rejected_effective_staleness=tuple(rejected.scores),
+            prefix_forgetting=admitted.prefix_forgetting(),
+            rejected_prefix_forgetting=rejected.prefix_forgetting(),
         )
-        return admitted, report
+        return admitted.groups, report
 
     def drain(self) -> list[TrajectoryGroup]:
         """Take whatever is ready, for settling it when the run ends."""
@@ -205,7 +246,7 @@ class TrajectoryPool:
     def state_dict(self) -> dict[str, Any]:
         """The admission policy's memory. Ready groups are not part of it: their prompts are leased again."""
         with self._changed:
-            return {"policy_state": self._policy_state}
+            return {"policy_state": self._policy.state_to_primitives(self._policy_state)}
 
     def load_state_dict(self, state: dict[str, Any], *, accepted: int) -> None:
         """Go on from a checkpoint.
@@ -216,7 +257,7 @@ class TrajectoryPool:
                 rule that bounds the lead would let a burst through.
         """
         with self._changed:
-            self._policy_state = state["policy_state"]
+            self._policy_state = self._policy.state_from_primitives(state["policy_state"])
             self._accepted = accepted
 
     # Everything below runs under the lock.
@@ -226,11 +267,11 @@ class TrajectoryPool:
         num_groups: int,
         version: PolicyVersion,
         budget: int,
-        admitted: list[TrajectoryGroup],
-        rejected: list[TrajectoryGroup],
+        admitted: _Share,
+        rejected: _Share,
         deadline: float,
-    ) -> int:
-        """Fill ``admitted`` and ``rejected`` in place; return how many ready groups were not looked at."""
+    ) -> tuple[int, str | None]:
+        """Fill both shares; return how many ready groups were not looked at, and the policy's warning."""
         while True:
             needed = num_groups - len(admitted)
             self._wait_for(needed, deadline, num_groups, version)
@@ -246,14 +287,15 @@ class TrajectoryPool:
                 state=self._policy_state,
             )
             candidates = self._remove(window, selection.admitted, selection.rejected)
-            admitted.extend(candidates[position] for position in selection.admitted)
+            for position in selection.admitted:
+                admitted.add(position, candidates[position], selection)
             for position, fate in selection.rejected:
                 group = candidates[position]
-                rejected.append(group)
+                rejected.add(position, group, selection)
                 self._accepted -= 1
                 self._settle(group.prompt.uid, fate, group.num_tokens)
             if len(admitted) == num_groups:
-                return occupancy - window
+                return occupancy - window, selection.warning
             self.on_change()  # rejections freed slots, and the draw is about to wait for them to be filled
 
     def _wait_for(self, needed: int, deadline: float, num_groups: int, version: PolicyVersion) -> None:
@@ -263,7 +305,8 @@ class TrajectoryPool:
                 missing = needed - len(self._ready)
                 raise DrawTimeoutError(
                     f"step {version} waited for {num_groups} groups past its deadline: "
-                    f"{num_groups - missing} ready, {missing} missing. The trainer waits for the rollout thread: {self.describe_producer()}. "
+                    f"{num_groups - missing} ready, {missing} missing. The trainer waits for the rollout "
+                    f"thread: {self.describe_producer()}. "
                     "If generation is just slow, raise trainer.draw_timeout_seconds."
                 )
             self._changed.wait(remaining)

@@ -71,10 +71,17 @@ def decompose(
 
 def group_staleness(group: TrajectoryGroup, consumed_at: PolicyVersion) -> list[StalenessDecomposition]:
     """Staleness of each trajectory of a group at version ``consumed_at``, each with its own ``c``."""
-    return [
-        decompose(t.token_versions, completed_at=t.completed_at, consumed_at=consumed_at)
-        for t in group.trajectories
-    ]
+    parts = []
+    for t in group.trajectories:
+        completed_at = t.completed_at
+        if completed_at > consumed_at:
+            raise ValueError(
+                f"a trajectory of group {group.prompt.uid} completed at version {completed_at}, after it is "
+                f"consumed at {consumed_at}: the clocks of generation and trainer disagree"
+            )
+        # `decompose`, from what the trajectory has checked and kept
+        parts.append(StalenessDecomposition(completed_at - t.mean_version, consumed_at - completed_at))
+    return parts
 
 
 def group_lag(group: TrajectoryGroup, consumed_at: PolicyVersion) -> float:

@@ -5,6 +5,7 @@ All types are immutable: a trajectory is made once, by the rollout thread, and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -73,6 +74,10 @@ class Trajectory:
     """What the reward function returned, unshaped."""
     truncated: bool
     """True if the response hit the token limit instead of stopping by itself."""
+    prefix_forgetting: float | None = None
+    """Drift of its prefix, in nats per token; None if no prefix was re-scored."""
+    mean_version: float = field(init=False, repr=False, compare=False)
+    """Mean of ``token_versions``: kept, so that a draw costs nothing per token."""
 
     def __post_init__(self) -> None:
         """Refuse a trajectory whose parts do not fit together."""
@@ -94,6 +99,12 @@ class Trajectory:
                 f"a token was sampled at version {max(self.token_versions)}, after the trajectory completed at "
                 f"version {self.completed_at}: the clocks of engine and trainer disagree"
             )
+        if self.prefix_forgetting is not None and not 0 <= self.prefix_forgetting < math.inf:
+            raise ValueError(
+                f"prefix_forgetting is {self.prefix_forgetting}; expected a finite number >= 0, or None "
+                "if no prefix was re-scored"
+            )
+        object.__setattr__(self, "mean_version", sum(self.token_versions) / lengths[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
 
-GREEDY_TEMPERATURE = 1e-4
-"""What temperature 0 is served as: differences of logits above 0.01 decide with certainty."""
+GREEDY_TEMPERATURE = 1e-6
+"""What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
 
 _PAGE_TOKENS = 32
 _HEALTH_CHECK_SECONDS = 1.0
@@ -175,6 +175,7 @@ class LocalEngine:
                     "(engine.startup_timeout_seconds)"
                 )
             await asyncio.sleep(0.01)
+        _unblock_after_cancellations(self._manager.batch_processor.scheduler)
 
     async def generate(self, prompt: Sequence[int], *, n: int, sampling: Sampling) -> list[Completion]:
         """See `RolloutEngine.generate`."""
@@ -201,7 +202,8 @@ class LocalEngine:
             self._submit(request)
             while not request.finished.done():
                 await asyncio.wait([request.finished], timeout=_HEALTH_CHECK_SECONDS)
-                self._check_alive()
+                if not request.finished.done():
+                    self._check_alive()
             request.finished.result()
         finally:
             self._requests.remove(request)
@@ -291,13 +293,15 @@ class LocalEngine:
         if self._manager is None:
             raise EngineError("the local engine is not started, or closed")
         if not self._manager.is_running():
-            raise EngineError(
-                "the local engine's generation loop died"
-            ) from self._manager.background_thread_status.fatal_error
+            cause = self._manager.background_thread_status.fatal_error
+            raise EngineError(f"the local engine's generation loop died: {cause}") from cause
 
     def _submit(self, request: _Request) -> None:
-        """Hand the unfinished responses of a request to the manager, as one fork if none has a token yet."""
-        if all(not response.tokens for response in request.responses):
+        """Hand the unfinished responses of a request to the manager, as one fork if none has a token yet.
+
+        The manager forks after the last but one token of a prompt, so it cannot fork a prompt of one token.
+        """
+        if len(request.prompt) > 1 and all(not response.tokens for response in request.responses):
             self._add(request, request.responses, request.prompt, request.sampling.max_new_tokens)
             return
         for response in request.responses:
@@ -348,7 +352,7 @@ class LocalEngine:
         if response is None or request.finished.done():
             return
         if output.error is not None:
-            request.finished.set_exception(RequestError(f"generation failed: {output.error}"))
+            request.finished.set_exception(self._failure(output.error))
             return
         new = output.generated_tokens[len(response.tokens) - response.offset :]
         if len(output.logprobs) < len(output.generated_tokens):
@@ -370,6 +374,32 @@ class LocalEngine:
             )
             if all(r.completion is not None for r in request.responses):
                 request.finished.set_result(None)
+
+    def _failure(self, why: str) -> Exception:
+        """What an error that the manager reports for one request says about the engine."""
+        if self._manager is None:
+            return EngineError("the local engine was closed")
+        # A loop that is about to die fails all its requests first, and may still be alive now.
+        if self._manager.background_thread_status.can_accept_new_requests() is not None:
+            return EngineError(f"the local engine's generation loop died: {why}")
+        return RequestError(f"generation failed: {why}")
+
+
+def _unblock_after_cancellations(scheduler: Any) -> None:
+    """Let waiting requests in once a running one was cancelled.
+
+    When its cache is full, the scheduler puts running requests back and admits none until one *finishes*. If all others
+    are cancelled instead, as they are by a publication, it would wait forever.
+    """
+    clear = scheduler.clear_cancelled_requests
+
+    def clear_and_unblock() -> list[Any]:
+        cancelled: list[Any] = clear()
+        if cancelled:
+            scheduler.block_new_requests = False
+        return cancelled
+
+    scheduler.clear_cancelled_requests = clear_and_unblock
 
 
 def _served(temperature: float) -> float:

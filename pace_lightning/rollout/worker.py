@@ -1,93 +1,42 @@
 """The rollout thread: keeps groups in flight, scores them, and puts them into the pool.
 
-One daemon thread with one event loop. It waits for free slots (woken by a draw, a finished group or a publication) and
-for the engine; nothing in its loop blocks. The trainer's thread calls `start`, `publish`, `evaluate`, `waiting_trainer`
-and `close`; each of them waits for the loop with a deadline. Whatever ends the thread, the pool is told.
+One daemon thread with one event loop. It waits for free slots (woken by a draw, a finished group or a
+publication) and for the engine; nothing in its loop blocks. The trainer's thread calls `start`, `train`,
+`publish`, `advance`, `evaluate`, `stop_training` and `close`; each waits for the loop with a deadline.
+Whatever ends the thread, the pool is told first of all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from torch import Tensor
 
 from pace_lightning.core.dispatch import Dispatch, DispatchCounts
 from pace_lightning.core.pool import TrajectoryPool
-from pace_lightning.core.trajectory import (
-    EndOfData,
-    Fate,
-    PolicyVersion,
-    Prompt,
-    Trajectory,
-    TrajectoryGroup,
-)
+from pace_lightning.core.trajectory import EndOfData, Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
+from pace_lightning.rollout.groups import (
+    EvaluatedPrompt,
+    GeneratedStatistics,
+    NothingToLearnError,
+    PublishReport,
+    RolloutTimeoutError,
+    ScoringFailedError,
+    build_group,
+    evaluate,
+)
+from pace_lightning.rollout.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-_CLOSE_SECONDS = 20.0
 
 
-class NothingToLearnError(RuntimeError):
-    """Too many groups in a row had no gradient."""
-
-
-class RolloutTimeoutError(RuntimeError):
-    """The rollout thread did not answer within its deadline."""
-
-
-class ScoringFailedError(Exception):
-    """One group could not be scored. Carries the fate it ends in."""
-
-    def __init__(self, message: str, fate: Fate) -> None:
-        super().__init__(message)
-        self.fate = fate
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """Where the time of one publication went."""
-
-    version: PolicyVersion
-    seconds: float
-    pause_seconds: float
-    """How long no token flowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedPrompt:
-    """One held-out prompt, its responses and their scores."""
-
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    scores: tuple[float, ...]
-    """Empty if scoring failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedStatistics:
-    """Scored training groups, whether or not they reached the pool."""
-
-    groups: int = 0
-    responses: int = 0
-    tokens: int = 0
-    score_sum: float = 0.0
-    mixed_groups: int = 0
-    """Groups with at least two different scores."""
-
-
-class RolloutWorker:
+class RolloutWorker(LoopThread):
     """The producer of trajectories.
 
     Args:
@@ -126,6 +75,7 @@ class RolloutWorker:
         max_empty_groups: int = 256,
         max_failed_groups: int = 16,
     ) -> None:
+        super().__init__("rollout")
         self._engine = engine
         self._pool = pool
         self._lease = lease
@@ -140,17 +90,13 @@ class RolloutWorker:
         self._drop_zero_variance = drop_zero_variance
         self._max_empty_groups = max_empty_groups
         self._max_failed_groups = max_failed_groups
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._main: asyncio.Task[None] | None = None
         self._wake: asyncio.Event | None = None
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
         self._version: PolicyVersion = 0
         self._training = False
         self._dispatch_open = True
         self._data_ended = False
         self._in_flight: dict[str, float] = {}
+        self._scoring: dict[str, int] = {}  # tokens of the groups that are being scored, by uid
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty_scores: deque[float] = deque(maxlen=max_empty_groups)
         self._num_empty = 0
@@ -160,11 +106,6 @@ class RolloutWorker:
         self._last_event = "nothing yet"
 
     # --- called by the trainer's thread ---------------------------------------------------------
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the rollout thread runs."""
-        return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_in_flight(self) -> int:
@@ -186,20 +127,16 @@ class RolloutWorker:
 
         Raises:
             RolloutTimeoutError: if the engine is not ready in time.
+            RuntimeError: if the worker was closed.
             BaseException: whatever the engine's start raised.
         """
-        if self._thread is None:
-            self._pool.on_change = self.wake
-            self._pool.describe_producer = self.describe
-            self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
-            self._thread.start()
-        if not self._ready.wait(timeout_seconds):
+        self._pool.on_change = self.wake
+        self._pool.describe_producer = self.describe
+        if not self._start(timeout_seconds):
             raise RolloutTimeoutError(
-                f"the engine was not ready after {timeout_seconds} s (engine.startup_timeout_seconds): "
-                f"{self._engine.describe()}"
+                f"the engine was not ready after {timeout_seconds} s "
+                f"(engine.startup_timeout_seconds): {self._engine.describe()}"
             )
-        if self._error is not None:
-            raise self._error
 
     def train(self) -> None:
         """Begin to dispatch training rollouts."""
@@ -265,38 +202,10 @@ class RolloutWorker:
             f"{self._engine.describe()}"
         )
 
-    def close(self) -> None:
-        """Stop the thread and the engine. Idempotent, bounded; never raises."""
-        thread, loop, main = self._thread, self._loop, self._main
-        if thread is None:
-            return
-        if loop is not None and main is not None and thread.is_alive():
-            try:
-                loop.call_soon_threadsafe(main.cancel)
-            except RuntimeError:
-                log.debug("the rollout loop was closed already")
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
-            log.warning("the rollout thread did not end within %s s: %s", _CLOSE_SECONDS, self.describe())
-
-    # --- everything below runs in the rollout thread -----------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._live())
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            pass
-        except BaseException as error:
-            self._error = error
-            self._pool.fail(error)
-        finally:
-            self._pool.fail(RuntimeError("the rollout thread has ended"))
-            self._ready.set()
+    # --- everything below runs in the rollout thread ---------------------------------------------
 
     async def _live(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._main = asyncio.current_task()
         try:
             await self._engine.start(lambda: self._version)
             self._ready.set()
@@ -306,21 +215,27 @@ class RolloutWorker:
                 await self._dispatch_groups()
                 if self._error is not None:
                     raise self._error
+        except Exception as error:
+            self._fail(error)  # the trainer must not wait for the clean-up below to hear of it
+            raise
         finally:
+            self._ending = True
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._engine.close()
 
+    def _on_error(self, error: BaseException) -> None:
+        self._pool.fail(error)
+
     async def _dispatch_groups(self) -> None:
-        num_groups = self._num_dispatchable()
-        if num_groups > 0:
-            if self._in_rounds:
-                async with self._engine.paused():
-                    self._create_rollouts(num_groups)
-                    await asyncio.sleep(0)  # each of them submits its request
-            else:
-                self._create_rollouts(num_groups)
+        if not self._in_rounds:
+            self._create_rollouts(self._num_dispatchable())
+        elif self._num_dispatchable() > 0:
+            async with self._engine.paused():
+                # Counted again: a publication or the end of training may have begun meanwhile.
+                self._create_rollouts(self._num_dispatchable())
+                await asyncio.sleep(0)  # each of them submits its request
         if self._data_ended and not self._in_flight:
             self._pool.close()
 
@@ -362,48 +277,37 @@ class RolloutWorker:
                 completions = await self._engine.generate(
                     prompt.token_ids, n=self._group_size, sampling=self._sampling
                 )
-            self._num_tokens += sum(len(completion.token_ids) for completion in completions)
-            scores = await self._score(prompt, completions)
-            group = self._build(prompt, completions, scores)
         except TimeoutError:
             self._lost(prompt, Fate.TIMED_OUT, f"no result within {self._group_timeout_seconds} s")
-        except (RequestError, ValueError) as error:
+            return
+        except RequestError as error:
             self._lost(prompt, Fate.FAILED, str(error))
+            return
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        if len(completions) != self._group_size:
+            why = f"asked for {self._group_size} responses, got {len(completions)}"
+            self._num_tokens += num_tokens
+            self._lost(prompt, Fate.FAILED, why, num_tokens)
+            return
+        self._num_tokens += num_tokens
+        self._scoring[prompt.uid] = num_tokens
+        try:
+            scores = await self._score(prompt, completions)
         except ScoringFailedError as error:
-            self._end(prompt, error.fate, sum(len(c.token_ids) for c in completions))
+            self._end(prompt, error.fate, num_tokens)
             self._last_event = f"prompt {prompt.uid} was not scored: {error}"
-        else:
-            self._num_failed = 0
-            self._deliver(prompt, group)
-
-    def _build(
-        self, prompt: Prompt, completions: Sequence[Completion], scores: Sequence[float]
-    ) -> TrajectoryGroup:
-        trajectories = tuple(
-            Trajectory(
-                token_ids=completion.token_ids,
-                token_versions=completion.versions,
-                behavior_logprobs=completion.logprobs,
-                completed_at=completion.completed_at,
-                reward=self._shape_reward(score, len(completion.token_ids)),
-                score=score,
-                truncated=completion.truncated,
-            )
-            for completion, score in zip(completions, scores, strict=True)
-        )
-        if len(trajectories) != self._group_size:
-            raise RequestError(f"asked for {self._group_size} responses, got {len(trajectories)}")
-        return TrajectoryGroup(prompt=prompt, trajectories=trajectories)
+            return
+        try:
+            group = build_group(prompt, completions, scores, shape_reward=self._shape_reward)
+        except ValueError as error:  # what the engine returned cannot be trained on
+            self._lost(prompt, Fate.FAILED, str(error), num_tokens)
+            return
+        self._num_failed = 0
+        self._deliver(prompt, group)
 
     def _deliver(self, prompt: Prompt, group: TrajectoryGroup) -> None:
         mixed = len({t.score for t in group.trajectories}) > 1
-        self._generated = GeneratedStatistics(
-            groups=self._generated.groups + 1,
-            responses=self._generated.responses + len(group.trajectories),
-            tokens=self._generated.tokens + group.num_tokens,
-            score_sum=self._generated.score_sum + sum(t.score for t in group.trajectories),
-            mixed_groups=self._generated.mixed_groups + mixed,
-        )
+        self._generated = self._generated.plus(group, mixed=mixed)
         if self._drop_zero_variance and not mixed:
             self._end(prompt, Fate.ZERO_VARIANCE, group.num_tokens)
             self._num_empty += 1
@@ -417,12 +321,12 @@ class RolloutWorker:
                 )
             return
         self._num_empty = 0
-        self._in_flight.pop(prompt.uid)
+        self._leave(prompt.uid)
         self._last_event = f"prompt {prompt.uid} became ready"
         self._pool.put(group)
 
-    def _lost(self, prompt: Prompt, fate: Fate, why: str) -> None:
-        self._end(prompt, fate, 0)
+    def _lost(self, prompt: Prompt, fate: Fate, why: str, num_tokens: int = 0) -> None:
+        self._end(prompt, fate, num_tokens)
         self._num_failed += 1
         self._last_event = f"prompt {prompt.uid} {fate}: {why}"
         log.warning("prompt %s %s: %s", prompt.uid, fate, why)
@@ -433,9 +337,14 @@ class RolloutWorker:
             )
 
     def _end(self, prompt: Prompt, fate: Fate, num_tokens: int) -> None:
-        self._in_flight.pop(prompt.uid)
+        self._leave(prompt.uid)
         self._last_event = f"prompt {prompt.uid} ended: {fate}"
         self._settle(prompt.uid, fate, num_tokens)
+
+    def _leave(self, uid: str) -> int:
+        """A group is no longer in flight; returns its tokens if it was being scored."""
+        del self._in_flight[uid]
+        return self._scoring.pop(uid, 0)
 
     async def _set_training(self, training: bool) -> None:
         self._training = training
@@ -448,8 +357,7 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for uid in list(self._in_flight):
-            del self._in_flight[uid]
-            self._settle(uid, Fate.UNUSED, 0)
+            self._settle(uid, Fate.UNUSED, self._leave(uid))
 
     async def _advance(self, version: PolicyVersion) -> None:
         self._version = version
@@ -467,53 +375,17 @@ class RolloutWorker:
                 pause_seconds = time.monotonic() - paused
         finally:
             self._dispatch_open = True
-        self.wake()
+            self.wake()
         return PublishReport(version, seconds=time.monotonic() - start, pause_seconds=pause_seconds)
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[EvaluatedPrompt]:
-        async def one(prompt: Prompt) -> EvaluatedPrompt:
-            completions = await self._engine.generate(prompt.token_ids, n=samples, sampling=sampling)
-            try:
-                scores = await self._score(prompt, completions)
-            except ScoringFailedError as error:
-                log.warning("evaluation prompt %s was not scored: %s", prompt.uid, error)
-                scores = ()
-            return EvaluatedPrompt(prompt, tuple(completions), tuple(scores))
-
         self._dispatch_open = False
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in prompts]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            return await evaluate(
+                self._engine, self._score, prompts, samples=samples, sampling=sampling
+            )
         finally:
             self._dispatch_open = True
-        self.wake()
-        return [task.result() for task in tasks]
-
-    # --- and this one again in the trainer's ---------------------------------------------------------
-
-    def _call(self, coroutine: Coroutine[Any, Any, T], *, timeout_seconds: float, what: str) -> T:
-        """Run a coroutine in the rollout loop and wait for it, no longer than ``timeout_seconds``."""
-        if self._error is not None or not self.is_alive or self._loop is None:
-            coroutine.close()
-            raise self._error or RuntimeError("the rollout thread is not running")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            try:
-                return future.result(timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-            except FutureTimeoutError:
-                if future.done():  # the coroutine itself raised a TimeoutError
-                    raise
-                if not self.is_alive:
-                    raise self._error or RuntimeError("the rollout thread ended") from None
-                if time.monotonic() > deadline:
-                    future.cancel()
-                    raise RolloutTimeoutError(
-                        f"{what} took longer than {timeout_seconds} s: {self.describe()}"
-                    ) from None
-            except FutureCancelledError:
-                raise self._error or RuntimeError("the rollout thread was closed") from None
+            self.wake()

@@ -7,6 +7,7 @@ once: here when it was trained on, by the worker or the pool when it ended other
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -20,7 +21,12 @@ from pace_lightning.core.ledger import Ledger
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
-from pace_lightning.rollout.worker import NothingToLearnError, PublishReport, RolloutWorker
+from pace_lightning.rollout.groups import (
+    NothingToLearnError,
+    PublishReport,
+    ScoringFailedError,
+)
+from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.stream import TrajectoryStream
 
 log = logging.getLogger(__name__)
@@ -134,6 +140,8 @@ class RolloutDataModule(pl.LightningDataModule):
         super().__init__()
         self.ledger = Ledger()
         self._prompts = prompts
+        self._books = threading.Lock()
+        """Held while ledger and prompts change or are saved together; nothing but these two is called under it."""
         self._eval_prompts = list(eval_prompts)
         self._scorer = scorer
         self._eval_sampling = eval_sampling
@@ -148,9 +156,12 @@ class RolloutDataModule(pl.LightningDataModule):
         self._num_redrawn = 0
         self._groups_per_step: int = stream["groups_per_step"]
         self._drawn: list[TrajectoryGroup] = []
+        self._score = score
+        self._scoring_error: ScoringFailedError | None = None
         self._published: PolicyVersion | None = None
         self._started = False
         self.tokens_trained = 0
+        self._tokens_generated_before = 0
         self.evaluations: dict[PolicyVersion, dict[str, float]] = {}
         """Results by version, in the order in which they were made."""
         self.pool = TrajectoryPool(admission, settle=self._settle)
@@ -159,7 +170,7 @@ class RolloutDataModule(pl.LightningDataModule):
             pool=self.pool,
             lease=self._lease,
             settle=self._settle,
-            score=score,
+            score=self._judge,
             shape_reward=shape_reward,
             dispatch=dispatch,
             in_rounds=in_rounds,
@@ -194,11 +205,14 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Prompts, ledger and the admission policy's memory; primitives only."""
+        with self._books:  # the rollout thread settles prompts meanwhile
+            books = {"prompts": self._prompts.state_dict(), "ledger": self.ledger.state_dict()}
         return {
-            "prompts": self._prompts.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            **books,
             "pool": self.pool.state_dict(),
             "tokens_trained": self.tokens_trained,
+            "tokens_generated": self.tokens_generated,
+            "evaluations": dict(self.evaluations),
             "policy_version": self._policy_version(),
         }
 
@@ -209,6 +223,8 @@ class RolloutDataModule(pl.LightningDataModule):
         accepted = state_dict["policy_version"] * self._groups_per_step
         self.pool.load_state_dict(state_dict["pool"], accepted=accepted)
         self.tokens_trained = state_dict["tokens_trained"]
+        self._tokens_generated_before = state_dict["tokens_generated"]
+        self.evaluations = dict(state_dict["evaluations"])
 
     # --- called by `WeightSync` and by the command that runs the experiment ----------------------------
 
@@ -224,6 +240,11 @@ class RolloutDataModule(pl.LightningDataModule):
         report = self.worker.publish(weights, version, timeout_seconds=self._publish_timeout_seconds)
         self._published = version
         return report
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens of finished training responses, those before a resume included."""
+        return self._tokens_generated_before + self.worker.num_tokens_generated
 
     @property
     def published_version(self) -> PolicyVersion | None:
@@ -251,7 +272,9 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         scores = [score for result in results for score in result.scores]
         if not scores:
-            raise RuntimeError("not one evaluation prompt could be scored; see the warnings above")
+            raise RuntimeError(
+                f"not one of {len(results)} evaluation prompts could be scored; the last error: {self._scoring_error}"
+            )
         completions = [completion for result in results for completion in result.completions]
         metrics = {
             "pass_rate": sum(scores) / len(scores),
@@ -264,10 +287,13 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def end(self) -> None:
         """Training is over: settle what is ready or in flight as unused. The engine stays for evaluation."""
-        self.worker.stop_training()
+        if self.worker.is_alive:
+            self.worker.stop_training()
         for group in [*self._drawn, *self.pool.drain()]:
             self._settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
         self._drawn = []
+        for uid in self.ledger.pending:  # in flight when the rollout thread ended
+            self._settle(uid, Fate.UNUSED, 0)
         self.ledger.check()
 
     def close(self) -> None:
@@ -284,13 +310,22 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.trainer.global_step if self.trainer is not None else 0
 
     def _lease(self) -> Prompt:
-        prompt = self._prompts.lease()
-        self.ledger.lease(prompt.uid)
+        with self._books:
+            prompt = self._prompts.lease()
+            self.ledger.lease(prompt.uid)
         return prompt
 
+    async def _judge(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
+        try:
+            return await self._score(prompt, completions)
+        except ScoringFailedError as error:
+            self._scoring_error = error
+            raise
+
     def _settle(self, uid: str, fate: Fate, num_tokens: int) -> None:
-        self.ledger.settle(uid, fate, num_tokens=num_tokens)
-        self._prompts.settle(uid)
+        with self._books:
+            self.ledger.settle(uid, fate, num_tokens=num_tokens)
+            self._prompts.settle(uid)
 
     def _take(self, groups: list[TrajectoryGroup]) -> None:
         self._drawn = list(groups)

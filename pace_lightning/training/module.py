@@ -14,7 +14,7 @@ from torch import Tensor
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.losses import aggregate, clip_statistics, k3_kl
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.training.policy import shared_prompt_logprobs, token_logprobs
+from pace_lightning.training.policy import checkpoint_layers, shared_prompt_logprobs, token_logprobs
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,7 +40,7 @@ class PolicyModule(pl.LightningModule):
         weight_decay: of AdamW.
         betas: of AdamW.
         warmup_steps: linear warm-up, in optimizer steps.
-        max_grad_norm: gradients are scaled down to this norm.
+        max_grad_norm: gradients are scaled down to this norm; 0: never.
         reference: frozen causal LM of the KL penalty, or None.
         kl_coef: weight of the k3 penalty.
         max_response_tokens: constant of the ``-norm`` aggregation.
@@ -91,7 +91,7 @@ class PolicyModule(pl.LightningModule):
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
         if gradient_checkpointing:
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(policy)
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -101,6 +101,11 @@ class PolicyModule(pl.LightningModule):
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters under the names that an engine knows; views, not copies."""
         return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+
+    def on_train_start(self) -> None:
+        """Move the reference along: Lightning moves submodules only."""
+        if self._reference[0] is not None:
+            self._reference[0].to(self.device)
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """The share of one micro-batch in the loss of the draw."""
@@ -141,12 +146,15 @@ class PolicyModule(pl.LightningModule):
         Done here and not by Lightning, which refuses fused optimizers under mixed precision, although bfloat16 needs no
         unscaling.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.parameters(), self._max_grad_norm or math.inf
+        )
         if not torch.isfinite(norm):
             raise NonFiniteLossError(
                 f"the gradient norm of step {self.policy_version} is {norm.item()}; lower optim.learning_rate"
             )
         self._sums["gradient_norm"] = float(norm)
+        self._sums["learning_rate"] = optimizer.param_groups[0]["lr"]  # the schedule goes on before `finish_step`
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
@@ -164,7 +172,7 @@ class PolicyModule(pl.LightningModule):
             "ratio/ess_share": sums["weight_sum"] ** 2 / max(sums["weight_square_sum"] * tokens, 1e-12),
             "tokens/trained": sums["tokens"],
             "tokens/computed": sums["computed"],
-            "optim/learning_rate": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "optim/learning_rate": sums["learning_rate"],
         }
         if self._kl_coef:
             metrics["loss/kl"] = sums["kl"] / tokens
@@ -177,8 +185,11 @@ class PolicyModule(pl.LightningModule):
 
     def validation_step(self, batch: Mapping[str, float], batch_idx: int) -> None:
         """Log what the rollout side measured; see `RolloutDataModule.val_dataloader`."""
-        for name, value in batch.items():
-            self.log(f"eval/{name}", value, batch_size=1)
+        metrics = {f"eval/{name}": value for name, value in batch.items()}
+        self.log_dict(metrics, batch_size=1, logger=False)
+        # Lightning's own step lags by one inside a run: it counts a step after the validation that follows it
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.policy_version)
 
     def configure_optimizers(self) -> Any:
         """AdamW, with linear warm-up and then a constant rate."""

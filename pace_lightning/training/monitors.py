@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.pool import DrawReport
 from pace_lightning.core.staleness import StalenessDecomposition
-from pace_lightning.rollout.worker import GeneratedStatistics
+from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.groups import GeneratedStatistics
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.timing import TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
@@ -67,6 +68,22 @@ def log_histogram(trainer: pl.Trainer, name: str, values: Sequence[float], step:
             logger.experiment.add_histogram(name, np.asarray(values, dtype=np.float64), step)
 
 
+def keep_lines_before(path: Path, version: PolicyVersion) -> None:
+    """Drop the lines of this version and later from a file of JSON lines, and a line that was cut off by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            if json.loads(line)["version"] < version:
+                kept.append(line)
+        except json.JSONDecodeError:
+            log.warning("%s: dropped a line that was cut off: %.60r", path, line)
+    scratch = path.with_name(f".{path.name}.part")
+    scratch.write_text("".join(f"{line}\n" for line in kept))
+    scratch.replace(path)
+
+
 class StepMonitor(pl.Callback):
     """A callback that acts once per optimizer step."""
 
@@ -75,7 +92,7 @@ class StepMonitor(pl.Callback):
     ) -> None:
         """Pass on the last micro-batch of a draw."""
         if batch.is_last:
-            assert isinstance(pl_module, PolicyModule)  # noqa: S101
+            assert isinstance(pl_module, PolicyModule)
             self.on_step_end(trainer, pl_module, batch.report)
 
     def on_step_end(self, trainer: pl.Trainer, module: PolicyModule, report: DrawReport) -> None:
@@ -88,6 +105,15 @@ class StalenessMonitor(StepMonitor):
     def __init__(self) -> None:
         self._sum = StalenessDecomposition(0.0, 0.0)
         self._count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums."""
+        return {"generation": self._sum.generation, "waiting": self._sum.waiting, "count": self._count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the sums of a checkpoint."""
+        self._sum = StalenessDecomposition(state_dict["generation"], state_dict["waiting"])
+        self._count = state_dict["count"]
 
     @property
     def mean(self) -> StalenessDecomposition | None:
@@ -133,10 +159,7 @@ class PoolMonitor(StepMonitor):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """After a resume, drop the lines beyond the restored version."""
-        if self._path.exists():
-            lines = self._path.read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["version"] < trainer.global_step]
-            self._path.write_text("".join(f"{line}\n" for line in kept))
+        keep_lines_before(self._path, trainer.global_step)
 
     def on_step_end(self, trainer: pl.Trainer, module: PolicyModule, report: DrawReport) -> None:
         """Log and append."""

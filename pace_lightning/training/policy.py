@@ -6,6 +6,7 @@ Shapes: N sequences, T positions, H hidden size, V vocabulary, M tokens under th
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib.util
 import json
@@ -42,7 +43,8 @@ def resolve(path: str) -> Path | str:
     """
     if path.startswith("package:"):
         name, _, inside = path.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(name)
+        # a name with a dot would import the package around it
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
         locations = None if spec is None else spec.submodule_search_locations
         if not locations:
             raise ModelError(
@@ -143,6 +145,23 @@ def copy_for_engine(model: Any, dtype: torch.dtype) -> Any:
     )
     twin.load_state_dict(model.state_dict())
     return twin.eval().requires_grad_(False)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recompute the activations of each layer in the backward pass, in place.
+
+    Not by ``gradient_checkpointing_enable``: it has no effect in evaluation mode, in which a policy stays.
+
+    Raises:
+        ModelError: if the architecture has no layers that can be recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} does not support model.gradient_checkpointing")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def token_logprobs(

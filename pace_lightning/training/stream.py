@@ -7,12 +7,13 @@ too early. Building it has no side effects; drawing happens in `__iter__` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from pace_lightning.core.batch import TrainBatch, collate
 from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
+from pace_lightning.core.staleness import mean_staleness
 from pace_lightning.core.trajectory import PolicyVersion, TrajectoryGroup
 
 
@@ -104,25 +105,41 @@ class TrajectoryStream:
 
     def _draw(self, version: PolicyVersion) -> tuple[list[TrajectoryGroup], DrawReport]:
         """Draw until there is a gradient; repetitions extend the same report."""
-        first: DrawReport | None = None
-        redrawn, waited = 0, 0.0
+        reports: list[DrawReport] = []
         while True:
             with self._waiting():
                 groups, report = self._pool.draw(
                     self._groups_per_step, version=version, timeout_seconds=self._draw_timeout_seconds
                 )
-            first = first or report
-            waited += report.wait_seconds
-            if self._drop_empty is None or any(_has_gradient(group) for group in groups):
-                return groups, replace(
-                    report,
-                    occupancy_before_groups=first.occupancy_before_groups,
-                    wait_seconds=waited,
-                    redrawn_groups=redrawn,
-                )
-            redrawn += len(groups)
+            reports.append(report)
+            if self._drop_empty is None or any(self._has_gradient(group) for group in groups):
+                return groups, _merged(reports)
             self._drop_empty(groups)
 
+    def _has_gradient(self, group: TrajectoryGroup) -> bool:
+        rewards = {trajectory.reward for trajectory in group.trajectories}
+        trained = not self._mask_truncated or any(not t.truncated for t in group.trajectories)
+        return trained and len(rewards) > 1
 
-def _has_gradient(group: TrajectoryGroup) -> bool:
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1
+
+def _merged(reports: Sequence[DrawReport]) -> DrawReport:
+    """The report on a draw, the last of these, and its repetitions: it began with the first, and lost what all did."""
+    rejected = [staleness for report in reports for staleness in report.rejected_staleness]
+    scores = [score for report in reports for score in report.rejected_effective_staleness]
+    forgetting = [score for report in reports for score in report.rejected_prefix_forgetting]
+    mean = mean_staleness(rejected)
+    return replace(
+        reports[-1],
+        occupancy_before_groups=reports[0].occupancy_before_groups,
+        budget_groups=sum(report.budget_groups for report in reports),
+        rejected_groups=sum(report.rejected_groups for report in reports),
+        rejected_generation_staleness_versions=mean and mean.generation,
+        rejected_waiting_staleness_versions=mean and mean.waiting,
+        rejected_total_staleness_versions=mean and mean.total,
+        rejected_effective_staleness_versions=sum(scores) / len(scores) if scores else None,
+        rejected_staleness=tuple(rejected),
+        rejected_effective_staleness=tuple(scores),
+        rejected_prefix_forgetting=tuple(forgetting),
+        redrawn_groups=sum(report.drawn_groups for report in reports[:-1]),
+        wait_seconds=sum(report.wait_seconds for report in reports),
+    )

@@ -105,5 +105,8 @@ class RunCheckpointIO(TorchCheckpointIO):
         with self._time_ledger.span("checkpoint"):
             target = Path(path)
             scratch = target.with_name(f".{target.name}.part")
-            super().save_checkpoint(checkpoint, scratch, storage_options)
-            scratch.replace(target)
+            try:
+                super().save_checkpoint(checkpoint, scratch, storage_options)
+                scratch.replace(target)
+            finally:
+                scratch.unlink(missing_ok=True)

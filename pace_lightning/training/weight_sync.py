@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from pace_lightning.core.batch import TrainBatch
-from pace_lightning.rollout.worker import PublishReport
+from pace_lightning.rollout.groups import PublishReport
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 
@@ -70,7 +70,7 @@ class WeightSync(pl.Callback):
             self._datamodule.worker.advance(version)
 
     def _publish(self, module: pl.LightningModule) -> None:
-        assert isinstance(module, PolicyModule)  # noqa: S101
+        assert isinstance(module, PolicyModule)
         with self._publishing():
             self._datamodule.start()
             self.last_report = self._datamodule.publish(module.weights(), module.policy_version)

@@ -22,10 +22,11 @@ def test_the_ahead_bound_of_areal():
     assert bound.capacity(counts(in_flight=20, accepted=440, version=10)) == 20
 
 
-def test_the_limit_of_groups_in_flight_holds_beside_the_lead():
-    bound = AheadBound(eta=4, groups_per_step=32, max_in_flight=25)
+def test_the_slots_limit_groups_in_flight_and_ready_beside_the_lead():
+    bound = AheadBound(eta=4, groups_per_step=32, slots=25)
     assert bound.capacity(counts(in_flight=20, accepted=440, version=10)) == 5
-    wide = AheadBound(eta=4, groups_per_step=32, max_in_flight=100)
+    assert bound.capacity(counts(in_flight=20, ready=3, accepted=440, version=10)) == 2
+    wide = AheadBound(eta=4, groups_per_step=32, slots=100)
     assert wide.capacity(counts(in_flight=20, accepted=440, version=10)) == 20
 
 
@@ -71,7 +72,7 @@ def test_a_rejected_group_may_be_replaced():
         (lambda: FixedSlots(0), "slots is 0"),
         (lambda: AheadBound(-1, 4), "eta is -1"),
         (lambda: AheadBound(0, 0), "groups_per_step is 0"),
-        (lambda: AheadBound(0, 4, max_in_flight=0), "max_in_flight is 0"),
+        (lambda: AheadBound(0, 4, slots=0), "slots is 0"),
     ],
 )
 def test_a_rule_that_could_never_dispatch_is_refused(make, message):

@@ -23,6 +23,12 @@ class ShedOldest:
     allowed: int
     examines_all = False
 
+    def state_to_primitives(self, state):
+        return {"draws": state}
+
+    def state_from_primitives(self, primitives):
+        return primitives["draws"]
+
     def begin(self, *, needed, occupancy, state):
         return self.allowed, (state or 0) + 1
 
@@ -298,15 +304,16 @@ def test_the_first_failure_stays_and_meets_every_later_draw():
     assert len(pool) == 3
 
 
-def test_a_failure_returns_what_a_waiting_draw_had_admitted(waiting):
+def test_a_failure_returns_what_a_waiting_draw_had_admitted_in_its_place(waiting):
     pool = make_pool(MaxLag(0), settle=lambda *_: None)
-    for uid, version in (("a", 4), ("stale", 1)):
+    for uid, version in (("a", 4), ("stale0", 1), ("stale1", 1)):
         pool.put(make_group(uid, versions=(version,)))
-    draw = Waiter(pool, 2, version=4)
+    draw = Waiter(pool, 3, version=4)
     waiting()
+    pool.put(make_group("b", versions=(4,)))
     pool.fail(RuntimeError("x"))
     draw.result()
-    assert uids(pool.drain()) == ["a"]
+    assert uids(pool.drain()) == ["a", "b"]
 
 
 def test_a_put_wakes_a_waiting_draw(waiting):
@@ -367,13 +374,13 @@ def test_the_memory_of_the_policy_lives_in_the_pool_and_in_the_checkpoint():
     fill(pool, 4)
     for version in range(2):
         pool.draw(1, version=version, timeout_seconds=5)
-    assert pool.state_dict() == {"policy_state": 2}
+    assert pool.state_dict() == {"policy_state": {"draws": 2}}
     resumed = make_pool(ShedOldest(0))
     resumed.load_state_dict(pool.state_dict(), accepted=20)
     assert resumed.num_accepted == 20
     resumed.put(make_group(0))
     resumed.draw(1, version=2, timeout_seconds=5)
-    assert resumed.state_dict() == {"policy_state": 3}
+    assert resumed.state_dict() == {"policy_state": {"draws": 3}}
     assert resumed.num_accepted == 21
 
 

@@ -112,6 +112,20 @@ def test_each_trajectory_of_a_group_has_its_own_completion():
     ]
 
 
+@given(histories())
+def test_the_staleness_of_a_group_is_the_decomposition_of_each_trajectory(history):
+    versions, completed_at, consumed_at = history
+    group = make_group(versions=versions, completed_at=completed_at, scores=(0.0, 1.0))
+    expected = decompose(versions, completed_at=completed_at, consumed_at=consumed_at)
+    assert group_staleness(group, consumed_at) == [expected, expected]
+
+
+def test_a_group_cannot_be_consumed_before_it_was_completed():
+    group = make_group("late", versions=(3,), completed_at=5)
+    with pytest.raises(ValueError, match=r"completed at (version )?5.*consumed at 4"):
+        group_staleness(group, 4)
+
+
 def test_the_lag_of_a_group_is_that_of_its_most_stale_trajectory():
     group = TrajectoryGroup(make_group().prompt, (make_trajectory([2]), make_trajectory([5])))
     assert group_lag(group, 6) == 4

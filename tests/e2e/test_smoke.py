@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ DRAW_FIELDS = {
     "rejected_generation_staleness_versions",
     "rejected_waiting_staleness_versions",
     "rejected_total_staleness_versions",
+    "effective_staleness_versions",
+    "rejected_effective_staleness_versions",
+    "warning",
     "wait_seconds",
     "redrawn_groups",
 }
@@ -224,6 +228,23 @@ def test_evaluating_the_final_checkpoint_gives_the_pass_rate_of_the_run(
     # two samples of 64 responses: a standard deviation of the difference below 0.09
     assert metrics["pass_rate"] == pytest.approx(read_summary(run_dir)["pass_rate_after"], abs=0.25)
     assert f"{metrics['pass_rate']:.4f}" in capsys.readouterr().out
+
+
+def test_an_evaluation_in_the_directory_of_a_run_adds_its_result_and_no_more(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    before = {path.relative_to(copy): path.read_bytes() for path in files_of(copy)}
+    model = [f"model.path={copy / 'checkpoints' / 'final'}", "model.random_init=false"]
+    settings = [f"run_dir={copy}", "eval.samples=1", *model]
+    assert main(["eval", str(copy / "config.yaml"), *settings]) == 0
+    after = {path.relative_to(copy): path.read_bytes() for path in files_of(copy)}
+    assert after.pop(Path("evaluation.json"))
+    assert after == before
+
+
+def files_of(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
 
 
 def test_config_prints_what_follows_and_creates_nothing(

@@ -5,7 +5,9 @@ cancellations and crashes fall where a test wants them. Nothing depends on how f
 """
 
 import asyncio
+import random
 import threading
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -63,6 +65,10 @@ class Steps:
         self._go.clear()
         self._hold_at = step
 
+    @property
+    def is_held(self):
+        return self._held.is_set()
+
     async def held(self):
         assert await asyncio.to_thread(self._held.wait, DEADLINE_SECONDS)
 
@@ -81,8 +87,9 @@ def with_engine(scenario, *, policy=None, close=True, **settings):
     }
     engine = LocalEngine(model, **(arguments | settings))
 
+    engine.test_clock = clock = [0]  # the trainer's version; a scenario advances it
+
     async def run():
-        clock = settings_clock["now"]
         await engine.start(lambda: clock[0])
         try:
             async with asyncio.timeout(DEADLINE_SECONDS):
@@ -92,8 +99,6 @@ def with_engine(scenario, *, policy=None, close=True, **settings):
             if close:
                 await engine.close()
 
-    settings_clock = {"now": [0]}
-    engine.test_clock = settings_clock["now"]  # what the trainer's version is; scenarios set [0]
     return asyncio.run(run())
 
 
@@ -114,13 +119,22 @@ async def pause_requested(engine, steps):
     steps.release()
 
 
-async def publish(engine, steps, policy, version):
-    """Publish while the generation thread is held inside a step."""
+@asynccontextmanager
+async def paused_at(engine, steps, step=None):
+    """A pause that begins when the thread, held inside a step, is let go; then hold ``step``."""
+    await steps.held()
     letting_go = asyncio.ensure_future(pause_requested(engine, steps))
     async with engine.paused():
-        await engine.load_weights(weights_of(policy), version=version)
-        engine.test_clock[0] = version
-    await letting_go
+        await letting_go
+        if step is not None:
+            steps.hold_at(step)
+        yield
+
+
+async def publish(engine, policy, version):
+    """What the worker does while the engine is paused."""
+    await engine.load_weights(weights_of(policy), version=version)
+    engine.test_clock[0] = version
 
 
 def trainer_logprobs(policy, prompt, completion, temperature=1.0):
@@ -141,9 +155,7 @@ def expected_logprobs(policies, prompt, completion, temperature=1.0):
         version: trainer_logprobs(policies[version], prompt, completion, temperature)
         for version in set(completion.versions)
     }
-    return torch.stack(
-        [by_version[version][t] for t, version in enumerate(completion.versions)]
-    )
+    return torch.stack([by_version[version][t] for t, version in enumerate(completion.versions)])
 
 
 def assert_well_formed(completion, max_new_tokens):
@@ -242,7 +254,11 @@ def test_a_cache_too_small_for_all_still_completes_all_with_true_log_probs():
 
     # one sequence of full length has 5 pages of 32 tokens; all twelve would need 48
     results = with_engine(
-        scenario, policy=policy, cache_tokens=7 * 32, temperatures=(0.7, 1.0), stop_token_ids=[NEVER]
+        scenario,
+        policy=policy,
+        cache_tokens=7 * 32,
+        temperatures=(0.7, 1.0),
+        stop_token_ids=[NEVER],
     )
     for prompt, completions in zip(prompts, results, strict=True):
         assert len(completions) == 4
@@ -293,14 +309,9 @@ def test_publications_in_the_middle_of_generation(recompute, temperature):
             asyncio.ensure_future(engine.generate(PROMPT, n=8, sampling=sampling)),
             asyncio.ensure_future(engine.generate(PROMPT[:3], n=1, sampling=sampling)),
         ]
-        for version, step in ((1, 24), (2, 1000)):
-            await steps.held()
-            letting_go = asyncio.ensure_future(pause_requested(engine, steps))
-            async with engine.paused():
-                await letting_go
-                steps.hold_at(step)
-                await engine.load_weights(weights_of(policies[version]), version=version)
-                engine.test_clock[0] = version
+        for version, next_hold in ((1, 24), (2, None)):
+            async with paused_at(engine, steps, next_hold):
+                await publish(engine, policies[version], version)
         results = await asyncio.gather(*requests)
         return results, engine.num_tokens_generated
 
@@ -344,8 +355,8 @@ def test_responses_that_end_around_a_publication_are_neither_lost_nor_extended()
             asyncio.ensure_future(engine.generate([*PROMPT, i], n=8, sampling=Sampling(24)))
             for i in range(4)
         ]
-        await steps.held()
-        await publish(engine, steps, policies[1], 1)
+        async with paused_at(engine, steps):
+            await publish(engine, policies[1], 1)
         return await asyncio.gather(*requests), engine.num_tokens_generated
 
     results, num_tokens = with_engine(scenario, policy=policies[0], stop_token_ids=stops)
@@ -371,14 +382,10 @@ def test_a_publication_before_the_first_token_keeps_the_group_whole():
     async def scenario(engine, steps):
         steps.hold_at(1)
         request = asyncio.ensure_future(engine.generate(PROMPT, n=8, sampling=Sampling(16)))
-        late = None
-        await steps.held()
-        letting_go = asyncio.ensure_future(pause_requested(engine, steps))
-        async with engine.paused():
-            await letting_go
+        async with paused_at(engine, steps):
             late = asyncio.ensure_future(engine.generate(PROMPT, n=8, sampling=Sampling(16)))
             await asyncio.sleep(0)  # it submits while nothing runs
-            await engine.load_weights(weights_of(policies[1]), version=1)
+            await publish(engine, policies[1], 1)
         return [*await request, *await late], engine.num_tokens_generated
 
     completions, num_tokens = with_engine(scenario, policy=policies[0], stop_token_ids=[NEVER])
@@ -388,6 +395,57 @@ def test_a_publication_before_the_first_token_keeps_the_group_whole():
     for completion in completions:
         expected = expected_logprobs(policies, PROMPT, completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tight_cache_with_publications_and_cancellations_keeps_every_log_prob_true(seed):
+    rng = random.Random(seed)
+    policies = {version: make_policy(seed=version) for version in range(4)}
+    stops = list(range(2, 100, 25))
+    prompts = [[rng.randrange(3, 100) for _ in range(rng.randint(1, 40))] for _ in range(6)]
+
+    async def scenario(engine, steps):
+        steps.hold_at(rng.randint(1, 6))
+        requests = [
+            asyncio.ensure_future(engine.generate(prompt, n=4, sampling=Sampling(60)))
+            for prompt in prompts
+        ]
+        for version in (1, 2, 3):
+            await until(
+                lambda: steps.is_held or all(request.done() for request in requests), "a held step"
+            )
+            if not steps.is_held:
+                break
+            victim = rng.choice(requests)
+            if rng.random() < 0.7:
+                victim.cancel()
+            next_hold = steps.count + rng.randint(3, 30) if version < 3 else None
+            async with paused_at(engine, steps, next_hold):
+                await publish(engine, policies[version], version)
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    results = with_engine(
+        scenario,
+        policy=policies[0],
+        cache_tokens=8 * 32,
+        max_batch_tokens=24,
+        max_running=6,
+        stop_token_ids=stops,
+        seed=seed,
+    )
+    versions = set()
+    for prompt, completions in zip(prompts, results, strict=True):
+        if isinstance(completions, asyncio.CancelledError):
+            continue
+        assert len(completions) == 4
+        for completion in completions:
+            versions |= set(completion.versions)
+            assert len(completion.token_ids) == 60 or completion.token_ids[-1] in stops
+            assert not set(completion.token_ids[:-1]) & set(stops)
+            expected = expected_logprobs(policies, prompt, completion)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    assert len(versions) > 1
 
 
 def test_completed_at_is_read_from_the_clock_when_the_response_ends():
@@ -408,11 +466,8 @@ def test_no_token_flows_while_paused_and_generation_goes_on_after_an_error_insid
     async def scenario(engine, steps):
         steps.hold_at(5)
         request = asyncio.ensure_future(engine.generate(PROMPT, n=4, sampling=Sampling(30)))
-        await steps.held()
-        letting_go = asyncio.ensure_future(pause_requested(engine, steps))
         with pytest.raises(KeyError, match="inside"):
-            async with engine.paused():
-                await letting_go
+            async with paused_at(engine, steps):
                 steps_before, tokens_before = steps.count, engine.num_tokens_generated
                 await asyncio.sleep(0.2)  # a window in which a running engine makes many steps
                 assert (steps.count, engine.num_tokens_generated) == (steps_before, tokens_before)
@@ -501,7 +556,9 @@ def test_a_cancelled_request_frees_the_engine(at_step):
 
 def test_a_request_that_does_not_fit_is_refused_and_the_engine_goes_on():
     async def scenario(engine, _):
-        with pytest.raises(RequestError, match="28 tokens \\+ 101 new ones exceed the engine's 128"):
+        with pytest.raises(
+            RequestError, match="28 tokens \\+ 101 new ones exceed the engine's 128"
+        ):
             await engine.generate(PROMPT * 4, n=1, sampling=Sampling(101))
         with pytest.raises(RequestError, match=r"temperature 0.5 was not announced.*1\.0"):
             await engine.generate(PROMPT, n=1, sampling=Sampling(4, 0.5))
@@ -520,7 +577,7 @@ def test_a_forward_that_raises_fails_every_waiting_request_with_an_engine_error(
             errors = await asyncio.gather(*requests, return_exceptions=True)
             assert [type(error) for error in errors] == [EngineError] * 3
             for error in errors:
-                assert "the forward broke" in str(error.__cause__)
+                assert "the forward broke" in str(error)
             with pytest.raises(EngineError):
                 await engine.generate(PROMPT, n=1, sampling=Sampling(4))
             with pytest.raises(EngineError):

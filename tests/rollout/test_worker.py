@@ -28,12 +28,12 @@ from pace_lightning.core.ledger import Ledger
 from pace_lightning.core.pool import DrawTimeoutError, EndOfGroups, TrajectoryPool
 from pace_lightning.core.trajectory import Fate
 from pace_lightning.rollout.engine import EngineError, RequestError, Sampling
-from pace_lightning.rollout.worker import (
+from pace_lightning.rollout.groups import (
     NothingToLearnError,
     RolloutTimeoutError,
-    RolloutWorker,
     ScoringFailedError,
 )
+from pace_lightning.rollout.worker import RolloutWorker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -265,9 +265,13 @@ def test_a_dead_engine_reaches_the_draw_as_the_very_exception_and_the_thread_end
     error = EngineError("the fifth broke it")
     rig = make_rig(ScriptedEngine({5: error}), dispatch=FixedSlots(8)).train()
     start = time.monotonic()
-    with pytest.raises(EngineError) as raised:
+
+    def consume():
         while True:
             rig.step(4, 0)
+
+    with pytest.raises(EngineError) as raised:
+        consume()
     assert raised.value is error
     assert time.monotonic() - start < 5
     rig.await_thread_end()
@@ -317,7 +321,7 @@ def test_a_failed_request_costs_its_group_only_and_its_slot_is_refilled(make_rig
 def test_when_all_requests_fail_the_run_ends_and_says_so(make_rig):
     rig = make_rig(ScriptedEngine(default=RequestError("cache is full")), max_failed_groups=6)
     rig.train()
-    with pytest.raises(RuntimeError, match="the last 6 groups all failed.*cache is full"):
+    with pytest.raises(RuntimeError, match=r"the last 6 groups all failed.*cache is full"):
         rig.draw(1)
     rig.await_thread_end()
 
@@ -370,7 +374,7 @@ def test_when_every_group_times_out_the_run_ends_and_says_so(make_rig):
     rig = make_rig(
         ScriptedEngine(default=NEVER), group_timeout_seconds=0.02, max_failed_groups=8
     ).train()
-    with pytest.raises(RuntimeError, match="all failed or timed out.*no result within 0.02 s"):
+    with pytest.raises(RuntimeError, match=r"all failed or timed out.*no result within 0.02 s"):
         rig.draw(1)
 
 
@@ -537,7 +541,7 @@ def test_refused_weights_reach_the_publisher_and_the_engine_goes_on(make_rig, ki
     rig.engine.load_error = error = kind("names differ")
     with pytest.raises(kind) as raised:
         rig.publish(1)
-    assert raised.value is error
+    assert raised.value.args == error.args  # asyncio makes a new TimeoutError
     assert not rig.engine.left_paused
     assert rig.engine.weights == []
     request.finish()
@@ -710,7 +714,7 @@ def test_dispatch_goes_on_by_itself_after_a_failed_evaluation(make_rig):
 
 def test_an_evaluation_that_hangs_is_given_up_with_a_message(make_rig):
     rig = make_rig(ScriptedEngine(default=NEVER)).start()
-    with pytest.raises(RolloutTimeoutError, match="an evaluation took longer than 0.05 s"):
+    with pytest.raises(RolloutTimeoutError, match=r"an evaluation took longer than 0.05 s"):
         evaluate(rig, timeout_seconds=0.05)
     rig.engine.await_live(0)
     assert all(request.cancelled for request in rig.engine.requests)
@@ -914,7 +918,7 @@ def test_closing_during_a_publication_frees_the_publisher(make_rig):
     publishing = in_thread(lambda: rig.publish(1))
     rig.engine.load_gate.await_reached()
     close_within(rig)
-    with pytest.raises(RuntimeError, match="closed|ended"):
+    with pytest.raises(RuntimeError, match=r"closed|ended"):
         publishing()
     assert not rig.engine.left_paused
 
@@ -1013,9 +1017,16 @@ def test_waking_a_worker_from_another_thread_does_nothing_before_the_start_or_af
 
 def test_the_engine_gets_the_cores_of_a_waiting_trainer_and_gives_them_back(make_rig):
     rig = make_rig()
-    with pytest.raises(KeyError), rig.worker.waiting_trainer(4):
-        assert rig.engine.num_threads == 4
-        raise KeyError
+    seen = []
+
+    def fail():
+        with rig.worker.waiting_trainer(4):
+            seen.append(rig.engine.num_threads)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [4]
     assert rig.engine.num_threads == 1
     with rig.worker.waiting_trainer(None):
         assert rig.engine.num_threads == 1
@@ -1128,7 +1139,7 @@ def check_schedules(count):
 
 
 @pytest.mark.parametrize(
-    "count", [50, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "count", [300, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_every_prompt_ends_once_whatever_happens_in_whatever_order(count):
     check_schedules(count)

@@ -17,6 +17,7 @@ from pace_lightning.training.policy import (
     load_policy,
     load_tokenizer,
     resolve,
+    shared_prompt_logprobs,
     token_logprobs,
 )
 
@@ -177,6 +178,83 @@ def test_an_empty_mask_gives_zeros_with_zero_gradients():
     assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
 
 
+# --- the same, with each prompt computed once ---------------------------------------------------------
+
+
+def make_groups(prompts, lengths, *, seed=2):
+    """Rows of prompt, response of this many tokens, padding; a response may be empty."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        [*prompt, *torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()]
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    attention = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = attention.bool() & (torch.arange(width) >= prompt_lengths[:, None])
+    return ids, attention, mask, prompt_lengths
+
+
+SHORT, LONG, PADDED, ONE = [5, 6], [9, 8, 7, 6, 5, 4], [5, 6, 0], [5]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    [
+        ([LONG] * 4, [7, 3, 1, 5]),
+        ([SHORT, LONG, SHORT, LONG], [7, 1, 2, 9]),
+        ([SHORT, PADDED, ONE, SHORT], [3, 3, 4, 1]),  # equal but for tokens that look like padding
+        ([LONG, SHORT], [1, 1]),
+        ([LONG, SHORT, [0, 0]], [4, 2, 0]),  # the last is a zero-weight row
+        ([LONG], [12]),
+    ],
+)
+def test_shared_prompts_change_neither_values_nor_gradients(prompts, lengths, temperature):
+    model = make_model()
+    ids, attention, mask, prompt_lengths = make_groups(prompts, lengths)
+    weights = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
+    settings = {"temperature": temperature, "chunk_tokens": 5}
+    results = []
+    for logprobs, entropies in (
+        token_logprobs(model, ids, attention, mask, **settings),
+        shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths, **settings),
+    ):
+        results.append((logprobs, entropies, gradients(model, (logprobs * weights).sum())))
+    (plain, entropies, plain_gradients), (shared, more_entropies, shared_gradients) = results
+    torch.testing.assert_close(shared, plain, atol=5e-6, rtol=1e-6)
+    torch.testing.assert_close(more_entropies, entropies, atol=2e-5, rtol=1e-6)
+    for name, gradient in plain_gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(shared_gradients[name], gradient, atol=3e-6 * scale, rtol=1e-4)
+
+
+def test_shared_prompts_leave_holes_in_the_mask_alone():
+    model = make_model()
+    ids, attention, mask, prompt_lengths = make_groups([LONG, LONG, SHORT], [6, 8, 5])
+    mask[0, 7:9], mask[1], mask[2, 2] = False, False, False
+    plain, _ = token_logprobs(model, ids, attention, mask)
+    shared, _ = shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths)
+    torch.testing.assert_close(shared, plain, atol=5e-6, rtol=1e-6)
+    assert not shared[~mask].any()
+
+
+def test_a_mask_that_covers_a_prompt_cannot_share_it():
+    ids, attention, mask, prompt_lengths = make_groups([LONG, LONG], [3, 3])
+    mask[1, 5] = True
+    with pytest.raises(ValueError, match="covers prompt tokens"):
+        shared_prompt_logprobs(make_model(), ids, attention, mask, prompt_lengths)
+
+
+def test_a_micro_batch_without_responses_gives_zeros_with_zero_gradients():
+    model = make_model()
+    ids, attention, mask, prompt_lengths = make_groups([[0, 0], [0, 0]], [0, 0])
+    logprobs, _ = shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths)
+    assert not logprobs.any()
+    assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
+
+
 # --- where models and tokenizers come from ------------------------------------------------------------
 
 
@@ -286,7 +364,9 @@ def test_the_copy_shares_neither_memory_nor_configuration():
         assert own[name].data_ptr() != parameter.data_ptr()
         assert not own[name].requires_grad
     configs = {id(module.config) for module in model.modules() if hasattr(module, "config")}
-    assert not configs & {id(module.config) for module in twin.modules() if hasattr(module, "config")}
+    assert not configs & {
+        id(module.config) for module in twin.modules() if hasattr(module, "config")
+    }
     assert not twin.training
     assert all(parameter.requires_grad for parameter in model.parameters())
 

@@ -1,0 +1,128 @@
+"""What the rollout thread reports and raises, and what it does with the responses to one prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
+
+log = logging.getLogger(__name__)
+
+
+class NothingToLearnError(RuntimeError):
+    """Too many groups in a row had no gradient."""
+
+
+class RolloutTimeoutError(RuntimeError):
+    """The rollout thread did not answer within its deadline."""
+
+
+class ScoringFailedError(Exception):
+    """One group could not be scored. Carries the fate it ends in."""
+
+    def __init__(self, message: str, fate: Fate) -> None:
+        super().__init__(message)
+        self.fate = fate
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """Where the time of one publication went."""
+
+    version: PolicyVersion
+    seconds: float
+    pause_seconds: float
+    """How long no token flowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedPrompt:
+    """One held-out prompt, its responses and their scores."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    scores: tuple[float, ...]
+    """Empty if scoring failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedStatistics:
+    """Scored training groups, whether or not they reached the pool."""
+
+    groups: int = 0
+    responses: int = 0
+    tokens: int = 0
+    score_sum: float = 0.0
+    mixed_groups: int = 0
+    """Groups with at least two different scores."""
+
+    def plus(self, group: TrajectoryGroup, *, mixed: bool) -> GeneratedStatistics:
+        """These and one more group."""
+        return GeneratedStatistics(
+            groups=self.groups + 1,
+            responses=self.responses + len(group.trajectories),
+            tokens=self.tokens + group.num_tokens,
+            score_sum=self.score_sum + sum(t.score for t in group.trajectories),
+            mixed_groups=self.mixed_groups + mixed,
+        )
+
+
+def build_group(
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    scores: Sequence[float],
+    *,
+    shape_reward: Callable[[float, int], float],
+) -> TrajectoryGroup:
+    """The group of one prompt, from what the engine and the scorer returned.
+
+    Raises:
+        ValueError: if a completion cannot be trained on, or there is not one score for each.
+    """
+    return TrajectoryGroup(
+        prompt=prompt,
+        trajectories=tuple(
+            Trajectory(
+                token_ids=completion.token_ids,
+                token_versions=completion.versions,
+                behavior_logprobs=completion.logprobs,
+                completed_at=completion.completed_at,
+                reward=shape_reward(score, len(completion.token_ids)),
+                score=score,
+                truncated=completion.truncated,
+            )
+            for completion, score in zip(completions, scores, strict=True)
+        ),
+    )
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    score: Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]],
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    sampling: Sampling,
+) -> list[EvaluatedPrompt]:
+    """Generate and score ``samples`` responses to each prompt; one that fails is left without scores."""
+
+    async def one(prompt: Prompt) -> EvaluatedPrompt:
+        completions: Sequence[Completion] = ()
+        scores: Sequence[float] = ()
+        try:
+            completions = await engine.generate(prompt.token_ids, n=samples, sampling=sampling)
+            scores = await score(prompt, completions)
+        except (RequestError, ScoringFailedError) as error:
+            log.warning("evaluation prompt %s was not scored: %s", prompt.uid, error)
+        return EvaluatedPrompt(prompt, tuple(completions), tuple(scores))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(prompt)) for prompt in prompts]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]

@@ -1,0 +1,144 @@
+"""A daemon thread with an event loop: started, called from other threads, and closed, each with a deadline.
+
+The mechanics under `RolloutWorker`, kept apart so that each can be read alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, TypeVar
+
+from pace_lightning.rollout.groups import RolloutTimeoutError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CLOSE_SECONDS = 20.0
+_LOOK_SECONDS = 1.0
+
+
+class LoopThread:
+    """One thread that runs ``_live`` in an event loop of its own.
+
+    A subclass defines ``_live``, which sets ``_ready``, and sets ``_ending`` before it cleans up; ``_on_error``, which
+    is told of the error that ended the thread before the clean-up; and ``describe`` for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._ending = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def describe(self) -> str:
+        """One line for messages."""
+        return f"{self._name} thread {'alive' if self.is_alive else 'dead'}"
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent, bounded; never raises."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._closed = True  # before looking for the loop: a thread that has none yet looks at this
+        loop = self._loop
+        if loop is not None and thread.is_alive():
+            try:
+                loop.call_soon_threadsafe(self._stop)
+            except RuntimeError:
+                log.debug("the %s loop was closed already", self._name)
+        thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            log.warning(
+                "the %s thread did not end within %s s: %s", self._name, _CLOSE_SECONDS, self.describe()
+            )
+
+    def _start(self, timeout_seconds: float) -> bool:
+        """Start the thread if it is new, wait for ``_ready``; False if that took too long."""
+        if self._closed:
+            raise RuntimeError(f"the {self._name} thread was closed; it cannot be started again")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        if not self._ready.wait(timeout_seconds):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], *, timeout_seconds: float, what: str) -> T:
+        """Run a coroutine in the loop, from another thread, and wait for it.
+
+        Raises:
+            RolloutTimeoutError: if it took longer than ``timeout_seconds``.
+            BaseException: whatever it raised, or the error that ended the thread.
+        """
+        if self._error is not None or not self.is_alive or self._loop is None:
+            coroutine.close()
+            raise self._error or RuntimeError(f"the {self._name} thread is not running")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = time.monotonic() + timeout_seconds
+        remaining = timeout_seconds
+        while not wait_for_futures([future], timeout=min(_LOOK_SECONDS, max(0.0, remaining))).done:
+            if not self.is_alive:
+                raise self._error or RuntimeError(f"the {self._name} thread ended")
+            remaining = deadline - time.monotonic()
+            if remaining < 0:
+                future.cancel()
+                raise RolloutTimeoutError(
+                    f"{what} took longer than {timeout_seconds} s: {self.describe()}"
+                )
+        try:
+            return future.result()
+        except FutureCancelledError:
+            raise self._error or RuntimeError(f"the {self._name} thread was closed") from None
+
+    # --- everything below runs in the thread -----------------------------------------------------
+
+    async def _live(self) -> None:
+        """What the thread does."""
+        raise NotImplementedError
+
+    def _on_error(self, error: BaseException) -> None:
+        """The thread ends with this error."""
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._enter())
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            pass
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._on_error(RuntimeError(f"the {self._name} thread has ended"))
+            self._ready.set()
+
+    async def _enter(self) -> None:
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        if not self._closed:
+            await self._live()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._on_error(self._error)
+
+    def _stop(self) -> None:
+        """End the main task, unless it is cleaning up already: that must not be interrupted."""
+        if not self._ending and self._main is not None:
+            self._main.cancel()

@@ -1,0 +1,424 @@
+"""A run that was killed goes on from its newest checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments import (
+    SMOKE,
+    Command,
+    DeterministicEngine,
+    InProcessScorer,
+    build_scripted,
+    configure,
+    read_lines,
+    read_summary,
+    run_command,
+    use_script,
+)
+from scripted import HOLD
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pace_lightning.__main__ import main
+from pace_lightning.build import _sample_writer
+from pace_lightning.config import Config, ConfigError
+from pace_lightning.core.trajectory import TrajectoryGroup
+from pace_lightning.run import resume, train
+from pace_lightning.tasks.prompts import PromptStream
+
+STEPS, EVERY = 8, 2
+SCRIPTED = (
+    f"trainer.steps={STEPS}",
+    f"trainer.checkpoint_every_steps={EVERY}",
+    "trainer.micro_batches=2",
+    "data.held_out=2",
+    "eval.samples=1",
+)
+
+
+class Killed(BaseException):
+    """Ends a run as abruptly as is possible inside one process."""
+
+
+# --- a process that is killed ---
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_to_its_last_step_with_nothing_twice(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        f"run_dir={run_dir}",
+        "trainer.steps=40",
+        "trainer.checkpoint_every_steps=2",
+        "reward.function=rewards_for_runs:mixed",
+        "data.held_out=2",
+    ]
+    with Command(tmp_path / "log", "train", SMOKE, *settings) as command:
+        command.until(
+            lambda: len(checkpoints(run_dir)) == 2, seconds=60, what="the second checkpoint"
+        )
+        command.process.kill()
+        command.wait(5)
+    assert not (run_dir / "summary.json").exists(), "it was killed too late"
+    restored = version_of(checkpoints(run_dir)[-1])
+
+    code, output = run_command(tmp_path / "log-2", "resume", run_dir)
+    assert code == 0, output
+    assert f"version {restored}" in output
+    summary = read_summary(run_dir)
+    assert summary["status"] == "finished"
+    assert summary["policy_version"] == summary["steps"] == 40
+    draws = read_lines(run_dir / "draws.jsonl")
+    assert [draw["version"] for draw in draws] == list(range(40))
+    assert summary["fates"]["trained"] == 4 * 40
+    assert "pending" not in summary["fates"]
+    assert summary["tokens_trained"] == summary["fates_tokens"]["trained"]
+    assert summary["tokens_generated"] >= sum(summary["fates_tokens"].values())
+    assert summary["pass_rate_before"] is not None
+    # the last checkpoint is that of version 40: its books must close
+    books = torch.load(checkpoints(run_dir)[-1], weights_only=True)["RolloutDataModule"]
+    prompts, groups = books["prompts"], books["ledger"]["groups"]
+    leased = prompts["epoch"] * 79 + prompts["position"]
+    assert leased == sum(groups.values()) + len(prompts["outstanding"])
+    # the bound on what is outstanding (8 groups) bounds the lag: 2 draws of 4
+    assert max(draw["total_staleness_versions"] for draw in draws) <= 3
+
+
+# --- scripted runs ---
+
+
+def test_prompts_trained_before_and_after_are_those_of_a_run_without_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Recorder()
+    run(configure(tmp_path / "whole", *SCRIPTED, "mode=sync"), monkeypatch, recorder=whole)
+    config = configure(tmp_path / "broken", *SCRIPTED, "mode=sync")
+    first, second = Recorder(die_at=5), Recorder()
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=first)
+    continue_run(config, monkeypatch, recorder=second)
+    assert list(second.uids) == [4, 5, 6, 7], "version 4 was the last with a checkpoint"
+    kept = {version: uids for version, uids in first.uids.items() if version < 4}
+    assert kept | second.uids == whole.uids
+    trained = [uid for uids in (kept | second.uids).values() for uid in uids]
+    assert len(trained) == len(set(trained))
+
+
+def test_resumed_training_equals_training_without_a_break_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*SCRIPTED, "mode=sync", "trainer.num_threads=1", "trainer.engine_threads=1")
+    whole = run(configure(tmp_path / "whole", *settings, "optim.warmup_steps=6"), monkeypatch)
+    config = configure(tmp_path / "broken", *settings, "optim.warmup_steps=6")
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    resumed = continue_run(config, monkeypatch)
+    expected, found = dict(whole.weights), dict(resumed.weights)
+    assert sorted(found) == [4, 5, 6, 7, 8]
+    for version, weights in found.items():
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[version][name]), (version, name)
+
+
+def test_an_asynchronous_run_loses_and_repeats_no_prompt_and_keeps_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED, "rollout.max_outstanding_groups=6")
+    first, second = Recorder(die_at=5), Recorder()
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=first)
+    engine = continue_run(config, monkeypatch, recorder=second)
+    kept = {version: uids for version, uids in first.uids.items() if version < 4}
+    trained = [uid for uids in (kept | second.uids).values() for uid in uids]
+    assert len(trained) == len(set(trained)) == 4 * STEPS
+    summary = read_summary(tmp_path / "run")
+    assert summary["fates"]["trained"] == 4 * STEPS
+    assert engine.most_live <= 6
+    assert max(second.lags) <= 2, "6 groups outstanding are at most 2 steps of 4"
+
+
+def test_what_was_outstanding_at_the_checkpoint_is_asked_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    state = torch.load(checkpoints(tmp_path / "run")[-1], weights_only=True)["RolloutDataModule"]
+    outstanding = state["prompts"]["outstanding"]
+    assert 4 <= len(outstanding) <= 8
+    recorder = Recorder()
+    continue_run(config, monkeypatch, recorder=recorder)
+    assert recorder.uids[4] == sorted(outstanding[:4])
+
+
+def test_files_and_curves_are_cut_at_the_restored_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    config = configure(run_dir, *SCRIPTED, "logging.samples_every_steps=1")
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    assert [line["version"] for line in read_lines(run_dir / "draws.jsonl")] == [0, 1, 2, 3, 4]
+    with (run_dir / "draws.jsonl").open("a") as file:
+        file.write('{"version": 5, "occup')  # killed while it wrote
+    continue_run(config, monkeypatch)
+    for name in ("draws.jsonl", "samples.jsonl"):
+        assert [line["version"] for line in read_lines(run_dir / name)] == list(range(STEPS)), name
+    events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0, "histograms": 0})
+    events.Reload()
+    for tag in ("staleness/total", "pool/occupancy_before_groups", "time/total_seconds"):
+        assert [event.step for event in events.Scalars(tag)] == list(range(STEPS)), tag
+    assert [event.step for event in events.Histograms("staleness/total")] == list(range(STEPS))
+    assert [event.step for event in events.Scalars("eval/pass_rate")] == [0, STEPS]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(3, [0, 3, 6, 8]), (2, [0, 2, 4, 6, 8])])
+def test_evaluations_are_plotted_at_their_versions_across_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, expected: list[int]
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED, f"eval.every_steps={every}")
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    continue_run(config, monkeypatch)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("eval/pass_rate")] == expected
+
+
+def test_the_summary_of_a_resumed_run_is_about_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED, "mode=async")
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    before = read_summary(tmp_path / "run")
+    continue_run(config, monkeypatch)
+    summary = read_summary(tmp_path / "run")
+    draws = read_lines(tmp_path / "run" / "draws.jsonl")
+    assert before["pass_rate_before"] == summary["pass_rate_before"]
+    assert summary["tokens_generated"] >= sum(summary["fates_tokens"].values())
+    for part in ("generation", "waiting"):
+        mean = sum(draw[f"{part}_staleness_versions"] for draw in draws) / STEPS
+        assert summary["staleness"][part] == pytest.approx(mean, abs=1e-9)
+
+
+def test_a_resumed_run_whose_prompts_end_has_lost_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("data.sources.0.size=16", "data.epochs=1", "trainer.checkpoint_every_steps=1")
+    config = configure(tmp_path / "run", *SCRIPTED, *few)
+    first, second = Recorder(die_at=2), Recorder()
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=first)
+    continue_run(config, monkeypatch, recorder=second)
+    summary = read_summary(tmp_path / "run")
+    assert (summary["status"], summary["steps"]) == ("data_ended", 3)
+    assert summary["fates"] == {"trained": 12, "unused": 2}, "14 prompts are 3 steps of 4"
+    trained = [uid for uids in (first.uids | second.uids).values() for uid in uids]
+    assert len(trained) == len(set(trained)) == 12
+
+
+def test_a_finished_run_can_be_resumed_and_finishes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    run(config, monkeypatch)
+    first = read_summary(tmp_path / "run")
+    continue_run(config, monkeypatch)
+    summary = read_summary(tmp_path / "run")
+    assert summary["status"] == "finished"
+    assert summary["policy_version"] == STEPS
+    assert summary["tokens_trained"] == first["tokens_trained"]
+
+
+def test_a_checkpoint_taken_while_groups_end_has_books_that_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = DeterministicEngine(default=HOLD)
+    scorer = InProcessScorer(lambda texts: [0.0] * len(texts))  # settled by the rollout thread
+    experiment = build_scripted(monkeypatch, configure(tmp_path), engine, scorer)
+    datamodule, settled = experiment.datamodule, threading.Event()
+    take_state, count = PromptStream.state_dict, datamodule.ledger.settle
+
+    def state_dict(stream: PromptStream) -> dict[str, Any]:
+        state = take_state(stream)
+        engine.live[0].finish()
+        settled.wait(0.3)  # in vain, if the books are locked
+        return state
+
+    def settle(*arguments: Any, **keywords: Any) -> None:
+        count(*arguments, **keywords)
+        settled.set()
+
+    monkeypatch.setattr(PromptStream, "state_dict", state_dict)
+    monkeypatch.setattr(datamodule.ledger, "settle", settle)
+    try:
+        datamodule.start()
+        datamodule.publish(experiment.module.weights(), 0)
+        datamodule.worker.train()
+        engine.await_live(8)
+        state = datamodule.state_dict()
+        assert settled.wait(5), "the group ended, before or after"
+    finally:
+        datamodule.close()
+    books = state["prompts"], state["ledger"]["groups"]
+    assert books[0]["position"] == len(books[0]["outstanding"]) + sum(books[1].values())
+
+
+# --- damaged and missing files ---
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    older, newest = checkpoints(tmp_path / "run")
+    truncate(newest)
+    said: list[str] = []
+    recorder = Recorder()
+    continue_run(config, monkeypatch, recorder=recorder, emit=said.append)
+    assert any(newest.name in line and "cannot be read" in line for line in said)
+    assert any(older.name in line and "version 2" in line for line in said)
+    assert list(recorder.uids) == [2, 3, 4, 5, 6, 7]
+    # the torn file does not shadow what was saved since
+    assert [version_of(path) for path in checkpoints(tmp_path / "run")][-1] == STEPS
+
+
+def test_a_checkpoint_saved_again_beside_a_torn_one_is_the_newer_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    truncate(checkpoints(tmp_path / "run")[-1])
+    with pytest.raises(Killed):
+        continue_run(config, monkeypatch, recorder=Recorder(die_at=5))
+    recorder = Recorder()
+    continue_run(config, monkeypatch, recorder=recorder)
+    assert list(recorder.uids) == [4, 5, 6, 7]
+
+
+def test_with_every_checkpoint_torn_it_is_an_error_and_not_a_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    draws = read_lines(tmp_path / "run" / "draws.jsonl")
+    for path in checkpoints(tmp_path / "run"):
+        truncate(path)
+    engine = script(monkeypatch, None)
+    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* can be read"):
+        resume(tmp_path / "run", lambda _: None)
+    assert engine.requests == []
+    assert read_lines(tmp_path / "run" / "draws.jsonl") == draws
+
+
+def test_a_directory_without_configuration_or_without_checkpoint_is_refused_with_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(tmp_path / "nowhere")]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert main(["resume", str(run_dir)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+    shutil.copy(SMOKE, run_dir / "config.yaml")
+    assert main(["resume", str(run_dir)]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+
+
+# --- helpers ---
+
+
+class Recorder:
+    """Notes the prompts of each draw, and breaks the run off inside a draw.
+
+    Args:
+        die_at: raise `Killed` instead of handing out the draw for this version.
+    """
+
+    def __init__(self, die_at: int | None = None) -> None:
+        self.uids: dict[int, list[str]] = {}
+        self.lags: list[int] = []
+        self._die_at = die_at
+
+    def __call__(self, version: int, groups: Sequence[TrajectoryGroup]) -> None:
+        if version == self._die_at:
+            raise Killed
+        self.uids[version] = [group.prompt.uid for group in groups]
+        self.lags += [version - min(t.token_versions) for g in groups for t in g.trajectories]
+
+
+class CountingEngine(DeterministicEngine):
+    """Remembers how many requests were live at once."""
+
+    most_live = 0
+
+    def notify(self) -> None:
+        self.most_live = max(self.most_live, len(self.live))
+        super().notify()
+
+
+def script(monkeypatch: pytest.MonkeyPatch, recorder: Recorder | None) -> CountingEngine:
+    """Let the next command use a scripted engine, and tell the recorder of each draw."""
+    engine = CountingEngine()
+    use_script(monkeypatch, engine)
+
+    def sample_writer(*arguments: Any) -> Any:
+        dump = _sample_writer(*arguments)
+
+        def on_draw(version: int, groups: Sequence[TrajectoryGroup]) -> None:
+            if recorder is not None:
+                recorder(version, groups)
+            dump(version, groups)
+
+        return on_draw
+
+    monkeypatch.setattr("pace_lightning.build._sample_writer", sample_writer)
+    return engine
+
+
+def run(
+    config: Config, monkeypatch: pytest.MonkeyPatch, recorder: Recorder | None = None
+) -> CountingEngine:
+    """Train with a scripted engine."""
+    engine = script(monkeypatch, recorder)
+    assert train(config, lambda _: None) == 0
+    return engine
+
+
+def continue_run(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    recorder: Recorder | None = None,
+    emit: Callable[[str], None] = lambda _: None,
+) -> CountingEngine:
+    """Resume with a scripted engine."""
+    engine = script(monkeypatch, recorder)
+    assert resume(Path(str(config.run_dir)), emit) == 0
+    return engine
+
+
+def version_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.split("-")[1])
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = (run_dir / "checkpoints").glob("version-*.ckpt")
+    return sorted(found, key=lambda path: (version_of(path), path.stem))
+
+
+def truncate(path: Path) -> None:
+    """Leave the first half of a file, as if the machine had stopped while it was written."""
+    os.truncate(path, path.stat().st_size // 2)

@@ -1,0 +1,483 @@
+"""One optimizer step of the real Trainer: its gradient, its size, and what is said about it."""
+
+import functools
+import math
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import reference
+import torch
+
+from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.losses import AGGREGATIONS, dapo_head
+from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.training.module import NonFiniteLossError, PolicyModule
+from pace_lightning.training.policy import copy_for_engine, load_policy, token_logprobs
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+VERSION = 5
+MAX_RESPONSE_TOKENS = 9
+
+
+def make_policy(seed=0):
+    model = load_policy("conf/models/tiny", random_init=True, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6.0)
+    return model
+
+
+def make_module(policy=None, **changes):
+    head = functools.partial(dapo_head, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    arguments = {
+        "head": head,
+        "clip_low": CLIP_LOW,
+        "clip_high": CLIP_HIGH,
+        "max_response_tokens": MAX_RESPONSE_TOKENS,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 1e9,
+    }
+    return PolicyModule(policy or make_policy(), **(arguments | changes))
+
+
+def make_groups(seed=0, num_groups=3, group_size=4, equal_rewards=False):
+    """Random responses of different lengths, with one log-prob and version for each token."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for uid in range(num_groups):
+        trajectories = []
+        for index in range(group_size):
+            length = int(rng.integers(1, MAX_RESPONSE_TOKENS + 1))
+            trajectories.append(
+                Trajectory(
+                    token_ids=tuple(rng.integers(3, 100, length).tolist()),
+                    token_versions=tuple(sorted(rng.integers(3, VERSION + 1, length).tolist())),
+                    behavior_logprobs=tuple((-rng.uniform(0.1, 9, length)).tolist()),
+                    completed_at=VERSION,
+                    reward=0.0 if equal_rewards else float(index % 3 == 0),
+                    score=0.0,
+                    truncated=False,
+                )
+            )
+        prompt = tuple(rng.integers(3, 100, int(rng.integers(2, 6))).tolist())
+        groups.append(TrajectoryGroup(Prompt(str(uid), prompt, ""), tuple(trajectories)))
+    return groups
+
+
+def make_batches(groups, num_micro_batches=1, version=VERSION, keep_groups=False):
+    batches = collate(
+        groups,
+        version=max(version, VERSION),  # collation refuses tokens of the future
+        num_micro_batches=num_micro_batches,
+        pad_token_id=0,
+        advantage="grpo",
+        std_ddof=1,
+        keep_groups=keep_groups,
+    )
+    for batch in batches:
+        batch.version = version
+    return batches
+
+
+def own_logprobs(policy, batch, temperature=1.0):
+    """Log-probs and entropies, without gradient."""
+    with torch.no_grad():
+        return token_logprobs(
+            policy,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.loss_mask,
+            temperature=temperature,
+        )
+
+
+def near_policy(policy, batches, spread=0.4, seed=0):
+    """Make the behavior policy one that differs from ``policy`` by noise: ratios around 1."""
+    for batch in batches:
+        noise = []
+        for row in batch.input_ids:  # noise that belongs to the row, wherever it lies
+            generator = torch.Generator().manual_seed(seed + int(row.sum()))
+            noise.append(torch.randn(64, generator=generator)[: len(row)] * spread)
+        logprobs, _ = own_logprobs(policy, batch)
+        batch.behavior_logprobs = torch.where(batch.loss_mask, logprobs + torch.stack(noise), 0.0)
+    return batches
+
+
+class Batches:
+    """A sized iterable that is no list: Lightning takes a list for several loaders."""
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __iter__(self):
+        yield from self._batches
+
+
+class Recorder(pl.Callback):
+    """What the optimizer saw, and what the module said about it."""
+
+    def __init__(self):
+        self.gradients = []
+        self.clipped = []
+        self.learning_rates = []
+        self.versions = []
+        self.metrics = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradients.append(gradients_of(pl_module.policy))
+        self.learning_rates.append(optimizer.param_groups[0]["lr"])
+        self.versions.append(pl_module.policy_version)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.is_last:
+            self.clipped.append(gradients_of(pl_module.policy))
+            self.metrics.append(pl_module.finish_step())
+
+
+def gradients_of(policy):
+    return torch.cat([p.grad.detach().double().flatten() for p in policy.parameters()])
+
+
+def fit(module, batches, *, micro_batches=1, precision="32-true", callbacks=()):
+    """Run a real Trainer over the batches; returns what was recorded, and the trainer."""
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=precision,
+        max_epochs=1,
+        max_steps=len(batches) // micro_batches,
+        accumulate_grad_batches=micro_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder, *callbacks],
+    )
+    trainer.fit(module, train_dataloaders=Batches(batches))
+    return recorder, trainer
+
+
+def relative_difference(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+# --- the gradient ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared prompts"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_of_a_step_does_not_depend_on_its_partition(aggregation, shared):
+    gradients, losses = {}, {}
+    for micro_batches in (1, 2, 4):
+        policy = make_policy()
+        split = make_batches(make_groups(), micro_batches, keep_groups=shared)
+        batches = near_policy(policy, split)
+        module = make_module(policy, aggregation=aggregation, share_prompts=shared)
+        recorder, _ = fit(module, batches, micro_batches=micro_batches)
+        (gradients[micro_batches],) = recorder.gradients
+        losses[micro_batches] = recorder.metrics[0]["loss/objective"]
+    for micro_batches in (2, 4):
+        assert relative_difference(gradients[micro_batches], gradients[1]) < 1e-6
+        assert losses[micro_batches] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
+
+
+def test_shared_prompts_give_the_gradient_of_whole_rows():
+    gradients = []
+    for shared in (False, True):
+        policy = make_policy()
+        batches = near_policy(policy, make_batches(make_groups(), 2, keep_groups=True))
+        recorder, _ = fit(make_module(policy, share_prompts=shared), batches, micro_batches=2)
+        gradients += recorder.gradients
+    assert relative_difference(gradients[1], gradients[0]) < 2e-6
+
+
+def test_zero_weight_rows_add_nothing_to_the_gradient():
+    groups = make_groups(num_groups=1, group_size=3)
+    gradients = []
+    for micro_batches in (1, 6):
+        policy = make_policy()
+        batches = near_policy(policy, make_batches(groups, micro_batches))
+        recorder, _ = fit(make_module(policy), batches, micro_batches=micro_batches)
+        gradients += recorder.gradients
+    assert relative_difference(gradients[1], gradients[0]) < 1e-6
+
+
+def test_on_policy_the_gradient_is_that_of_minus_advantage_times_log_prob():
+    policy = make_policy()
+    (batch,) = near_policy(policy, make_batches(make_groups()), spread=0.0)
+    logprobs, _ = token_logprobs(policy, batch.input_ids, batch.attention_mask, batch.loss_mask)
+    loss = -(batch.advantages * logprobs)[batch.loss_mask].sum() / int(batch.loss_mask.sum())
+    loss.backward()
+    expected = gradients_of(policy)
+
+    recorder, _ = fit(make_module(policy), [batch])
+    assert relative_difference(recorder.gradients[0], expected) < 1e-6
+    metrics = recorder.metrics[0]
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio/ess_share"] == pytest.approx(1, abs=1e-6)
+    assert metrics["loss/clipped_low_share"] == metrics["loss/clipped_high_share"] == 0
+
+
+def test_the_trainers_log_probs_are_at_the_temperature_of_the_rollouts():
+    policy = make_policy()
+    (batch,) = make_batches(make_groups())
+    batch.behavior_logprobs, _ = own_logprobs(policy, batch, temperature=0.7)
+    recorder, _ = fit(make_module(policy, temperature=0.7), [batch])
+    assert recorder.metrics[0]["ratio/log_abs_mean"] < 1e-6
+    assert recorder.metrics[0]["ratio/lag0_log_abs_max"] < 1e-5
+
+
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient():
+    gradients, forwards = [], []
+    for checkpointing in (False, True):
+        policy = make_policy()
+        batches = near_policy(policy, make_batches(make_groups()))
+        module = make_module(policy, gradient_checkpointing=checkpointing)
+        calls = []
+        policy.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        recorder, _ = fit(module, batches)
+        gradients += recorder.gradients
+        forwards.append(len(calls))
+    assert relative_difference(gradients[1], gradients[0]) < 1e-6
+    assert forwards == [1, 2]
+
+
+def test_a_step_with_a_positive_advantage_makes_its_tokens_likelier():
+    policy = make_policy()
+    (batch,) = near_policy(policy, make_batches(make_groups()), spread=0.0)
+    before, _ = own_logprobs(policy, batch)
+    fit(make_module(policy), [batch])
+    after, _ = own_logprobs(policy, batch)
+    moved = ((after - before) * batch.advantages)[batch.loss_mask].sum()
+    assert moved > 0.1
+
+
+# --- the step ----------------------------------------------------------------------------------------------
+
+
+def test_the_version_counts_draws_and_not_micro_batches():
+    policy = make_policy()
+    draws = [make_batches(make_groups(seed), 4) for seed in range(3)]
+    batches = near_policy(policy, [batch for draw in draws for batch in draw])
+    recorder, trainer = fit(make_module(policy), batches, micro_batches=4)
+    assert trainer.global_step == 3
+    assert recorder.versions == [0, 1, 2]
+    assert len(recorder.metrics) == 3
+
+
+def test_the_reported_gradient_norm_is_the_one_before_clipping():
+    policy = make_policy()
+    batches = near_policy(policy, make_batches(make_groups(), 2))
+    recorder, _ = fit(make_module(policy, max_grad_norm=1e-3), batches, micro_batches=2)
+    norm = float(recorder.gradients[0].norm())
+    assert norm > 1e-2
+    assert recorder.metrics[0]["loss/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    assert float(recorder.clipped[0].norm()) == pytest.approx(1e-3, rel=1e-3)
+    direction = recorder.clipped[0] / recorder.clipped[0].norm()
+    assert relative_difference(direction, recorder.gradients[0] / norm) < 1e-5
+
+
+def test_a_gradient_below_the_limit_is_left_alone():
+    policy = make_policy()
+    batches = near_policy(policy, make_batches(make_groups()))
+    recorder, _ = fit(make_module(policy, max_grad_norm=1e3), batches)
+    assert torch.equal(recorder.clipped[0], recorder.gradients[0])
+
+
+def test_the_learning_rate_warms_up_linearly_and_the_reported_one_is_the_one_used():
+    policy = make_policy()
+    batches = near_policy(policy, [make_batches(make_groups(seed))[0] for seed in range(6)])
+    recorder, _ = fit(make_module(policy, learning_rate=1e-4, warmup_steps=4), batches)
+    expected = [0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4]
+    assert recorder.learning_rates == pytest.approx(expected)
+    reported = [metrics["optim/learning_rate"] for metrics in recorder.metrics]
+    assert reported == pytest.approx(expected)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    policy = make_policy()
+    batches = near_policy(policy, make_batches(make_groups()))
+    recorder, _ = fit(make_module(policy, learning_rate=1e-4), batches)
+    assert recorder.learning_rates == pytest.approx([1e-4])
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_leaves_the_weights_alone():
+    policy = make_policy()
+    good = near_policy(policy, make_batches(make_groups(0), 2, version=0))
+    bad = near_policy(policy, make_batches(make_groups(1), 2, version=1))
+    bad[1].advantages[bad[1].loss_mask] = math.nan
+    weights = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            weights.append([p.detach().clone() for p in pl_module.policy.parameters()])
+
+    module = make_module(policy)
+    with pytest.raises(NonFiniteLossError, match="the loss of step 1, micro-batch 1 is nan"):
+        fit(module, [*good, *bad], micro_batches=2, callbacks=[Watch()])
+    assert all(torch.equal(p, w) for p, w in zip(policy.parameters(), weights[-1], strict=True))
+    assert any(not torch.equal(one, other) for one, other in zip(*weights[1:3], strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is():
+    policy = make_policy()
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+    def head(logprobs, anchor, advantages):  # 0, with slope infinity
+        return (logprobs - logprobs.detach()).sqrt()
+
+    batches = near_policy(policy, make_batches(make_groups()))
+    with pytest.raises(NonFiniteLossError, match="the gradient norm of step 0 is (nan|inf)"):
+        fit(make_module(policy, head=head), batches)
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_batch_keeps_its_precision_whatever_that_of_the_network(precision):
+    policy = make_policy()
+    (batch,) = make_batches(make_groups())
+    batch.behavior_logprobs[batch.loss_mask] = -12.3456  # -12.375 in bfloat16
+    names = [n for n in TrainBatch.__slots__ if isinstance(getattr(batch, n), torch.Tensor)]
+    expected = {name: getattr(batch, name).clone() for name in names}
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(batch)
+            assert {p.dtype for p in pl_module.policy.parameters()} == {
+                torch.bfloat16 if precision == "bf16-true" else torch.float32
+            }
+
+    recorder, _ = fit(make_module(policy), [batch], precision=precision, callbacks=[Watch()])
+    assert seen == [batch]
+    for name in names:
+        actual = getattr(batch, name)
+        assert actual.dtype == expected[name].dtype
+        assert torch.equal(actual, expected[name])
+    assert math.isfinite(recorder.metrics[0]["loss/objective"])
+    assert recorder.metrics[0]["ratio/lag0_tokens"] > 0
+
+
+def test_the_engine_gets_the_parameters_themselves_under_their_own_names():
+    module = make_module()
+    weights = module.weights()
+    own = dict(module.policy.named_parameters())
+    assert weights.keys() == own.keys()
+    assert all(weights[name].data_ptr() == own[name].data_ptr() for name in own)
+    assert not any(weight.requires_grad for weight in weights.values())
+
+
+# --- the penalty ---------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_its_own_reference_pays_no_penalty():
+    policy = make_policy()
+    twin = copy_for_engine(policy, torch.float32)
+    groups = make_groups(equal_rewards=True)  # advantages 0: the penalty is all there is
+    module = make_module(policy, reference=twin, kl_coef=1.0)
+    recorder, _ = fit(module, near_policy(policy, make_batches(groups, 2)), micro_batches=2)
+    assert recorder.metrics[0]["loss/kl"] == pytest.approx(0, abs=1e-9)
+    assert recorder.metrics[0]["loss/objective"] == pytest.approx(0, abs=1e-9)
+    assert recorder.metrics[0]["loss/gradient_norm"] < 1e-6
+
+
+def test_the_penalty_pulls_back_to_the_reference_which_stays_where_it_is():
+    policy, anchor = make_policy(seed=0), make_policy(seed=0).requires_grad_(False)
+    with torch.no_grad():  # a policy that went astray, not far
+        generator = torch.Generator().manual_seed(0)
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    frozen = {name: weight.clone() for name, weight in anchor.state_dict().items()}
+    groups = make_groups(equal_rewards=True)
+    batches = [near_policy(policy, make_batches(groups, version=v))[0] for v in range(8)]
+    module = make_module(policy, reference=anchor, kl_coef=0.5)
+    (batch, *_) = batches
+    own, _ = own_logprobs(policy, batch)
+    theirs, _ = own_logprobs(anchor, batch)
+    mask = batch.loss_mask
+    values, _ = reference.k3(own[mask].double().numpy(), theirs[mask].double().numpy())
+
+    recorder, _ = fit(module, batches)
+    penalties = [metrics["loss/kl"] for metrics in recorder.metrics]
+    assert penalties[0] == pytest.approx(values.mean(), rel=1e-4)
+    assert recorder.metrics[0]["loss/objective"] == pytest.approx(0.5 * values.mean(), rel=1e-4)
+    assert penalties[-1] < 0.7 * penalties[0]
+    assert all(torch.equal(weight, frozen[name]) for name, weight in anchor.state_dict().items())
+    assert not any("reference" in name for name in module.state_dict())
+    assert len(list(module.parameters())) == len(list(policy.parameters()))
+
+
+# --- the statistics --------------------------------------------------------------------------------------------
+
+
+def expected_statistics(policy, groups, version):
+    """The numbers of `finish_step`, from loops over single tokens of the whole draw."""
+    (batch,) = near_policy(policy, make_batches(groups, version=version), spread=0.6)
+    logprobs, entropies = own_logprobs(policy, batch)
+    mask = batch.loss_mask.numpy()
+    own, anchor = logprobs.double().numpy(), batch.behavior_logprobs.double().numpy()
+    advantages = batch.advantages.double().numpy()
+    losses, _ = reference.clipped_losses(own, anchor, advantages, CLIP_LOW, CLIP_HIGH, None)
+    ratios, low, high, gaps, fresh, entropy = [], 0, 0, [], [], []
+    for at in zip(*mask.nonzero(), strict=True):
+        ratio = math.exp(own[at] - anchor[at])
+        ratios.append(ratio)
+        gaps.append(abs(own[at] - anchor[at]))
+        entropy.append(float(entropies[at]))
+        low += advantages[at] < 0 and ratio < 1 - CLIP_LOW
+        high += advantages[at] > 0 and ratio > 1 + CLIP_HIGH
+        if batch.token_versions[at] == version:
+            fresh.append(gaps[-1])
+    count = len(ratios)
+    assert low
+    assert high
+    assert 0 < len(fresh) < count
+    return {
+        "loss/objective": reference.aggregate(losses, mask, "token-mean"),
+        "loss/clipped_low_share": low / count,
+        "loss/clipped_high_share": high / count,
+        "policy/entropy_nats": sum(entropy) / count,
+        "ratio/mean": sum(ratios) / count,
+        "ratio/max": max(ratios),
+        "ratio/log_abs_mean": sum(gaps) / count,
+        "ratio/ess_share": sum(ratios) ** 2 / sum(r * r for r in ratios) / count,
+        "ratio/lag0_log_abs_mean": sum(fresh) / len(fresh),
+        "ratio/lag0_log_abs_max": max(fresh),
+        "ratio/lag0_tokens": len(fresh),
+        "tokens/trained": count,
+    }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_statistics_of_each_step_are_those_of_its_whole_draw_alone(micro_batches):
+    policy = make_policy()
+    draws, expected = [], []
+    for seed in (0, 1):
+        groups = make_groups(seed)
+        expected.append(expected_statistics(policy, groups, VERSION))
+        draws += near_policy(policy, make_batches(groups, micro_batches), spread=0.6)
+    computed = [
+        sum(batch.input_ids.numel() for batch in draws[i : i + micro_batches])
+        for i in range(0, len(draws), micro_batches)
+    ]
+    module = make_module(policy, learning_rate=0.0)
+    recorder, _ = fit(module, draws, micro_batches=micro_batches)
+    assert len(recorder.metrics) == 2
+    for metrics, values, positions in zip(recorder.metrics, expected, computed, strict=True):
+        for name, value in values.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        assert metrics["tokens/computed"] == positions
+    assert module.step_metrics == recorder.metrics[1]
+
+
+def test_a_draw_without_a_token_of_its_own_version_has_no_lag0_gap():
+    policy = make_policy()
+    batches = near_policy(policy, make_batches(make_groups(), version=VERSION + 1))
+    recorder, _ = fit(make_module(policy), batches)
+    assert not any("lag0" in name for name in recorder.metrics[0])

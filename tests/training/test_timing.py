@@ -1,0 +1,303 @@
+"""The wall clock by part, and checkpoint files that are whole or absent."""
+
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from pace_lightning.training import timing
+from pace_lightning.training.timing import PARTS, RunCheckpointIO, TimeLedger
+
+
+class Clock:
+    """Stands still until told otherwise."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def advance(self, seconds):
+        self.now += seconds
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+def assert_adds_up(ledger):
+    seconds = dict(ledger.seconds())
+    total = seconds.pop("total")
+    assert seconds.keys() == {*PARTS, "other"}
+    assert sum(seconds.values()) == pytest.approx(total, abs=1e-3)
+    assert min(seconds.values()) >= -1e-9
+
+
+# --- the time ledger ---------------------------------------------------------------------------------
+
+
+def test_a_span_inside_another_takes_its_time_out_of_the_outer_one(clock):
+    ledger = TimeLedger()
+    clock.advance(10)
+    with ledger.span("train"):
+        clock.advance(1)
+        with ledger.span("publish"):
+            clock.advance(2)
+            with ledger.span("wait"):
+                clock.advance(4)
+            clock.advance(8)
+        clock.advance(16)
+    clock.advance(32)  # still setting up
+    seconds = ledger.seconds()
+    assert seconds == {
+        "setup": 42,
+        "train": 17,
+        "publish": 10,
+        "wait": 4,
+        "evaluate": 0,
+        "checkpoint": 0,
+        "other": 0,
+        "total": 73,
+    }
+
+
+spans = st.recursive(
+    st.integers(0, 1000),  # milliseconds
+    lambda children: st.tuples(st.sampled_from(PARTS), st.lists(children, max_size=4)),
+    max_leaves=20,
+)
+
+
+@given(st.lists(spans, max_size=6))
+def test_whatever_is_nested_in_whatever_the_parts_add_up_to_the_total(schedule):
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=clock.monotonic))
+        ledger = TimeLedger()
+        ledger.setup(None, None, "fit")
+        expected = dict.fromkeys((*PARTS, "other"), 0.0)
+
+        def run(item, part):
+            if isinstance(item, int):
+                clock.advance(item / 1000)
+                expected[part] += item / 1000
+                assert_adds_up(ledger)
+                return
+            inner, children = item
+            with ledger.span(inner):
+                for child in children:
+                    run(child, inner)
+
+        for item in schedule:
+            run(item, "other")
+        seconds = ledger.seconds()
+        for part, value in expected.items():
+            assert seconds[part] == pytest.approx(value, abs=1e-6), part
+
+
+def test_asking_in_the_middle_of_a_span_counts_it_so_far_and_does_not_end_it(clock):
+    ledger = TimeLedger()
+    ledger.setup(None, None, "fit")
+    with ledger.span("wait"):
+        clock.advance(3)
+        assert ledger.seconds()["wait"] == 3
+        clock.advance(4)
+        assert ledger.seconds()["wait"] == 7
+    clock.advance(5)
+    assert ledger.seconds()["wait"] == 7
+    assert ledger.seconds()["other"] == 5
+
+
+def test_a_span_that_raises_ends_and_the_outer_one_goes_on(clock):
+    ledger = TimeLedger()
+    ledger.setup(None, None, "fit")
+    with ledger.span("train"):
+        with pytest.raises(KeyError), ledger.span("publish"):
+            clock.advance(1)
+            raise KeyError
+        clock.advance(2)
+    assert (ledger.seconds()["publish"], ledger.seconds()["train"]) == (1, 2)
+
+
+class Batch:
+    """Nothing Lightning would look into."""
+
+
+class Module(pl.LightningModule):
+    """Spends 3 seconds on a training step and 5 on a validation step."""
+
+    def __init__(self, clock, fail_at=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self._clock = clock
+        self._fail_at = fail_at
+
+    def training_step(self, batch, batch_idx):
+        self._clock.advance(3)
+        if batch_idx == self._fail_at:
+            raise KeyError("in the step")
+        return self.weight * 1
+
+    def validation_step(self, batch, batch_idx):
+        self._clock.advance(5)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Loader:
+    """Spends 7 seconds waiting for each batch."""
+
+    def __init__(self, clock, ledger, length):
+        self._clock, self._ledger, self._length = clock, ledger, length
+
+    def __len__(self):
+        return self._length
+
+    def __iter__(self):
+        for _ in range(self._length):
+            with self._ledger.span("wait"):
+                self._clock.advance(7)
+            yield Batch()
+
+
+class Publisher(pl.Callback):
+    """Spends 11 seconds publishing after each step, and also when an evaluation begins."""
+
+    def __init__(self, clock, ledger):
+        self._clock, self._ledger = clock, ledger
+
+    def _publish(self):
+        with self._ledger.span("publish"):
+            self._clock.advance(11)
+
+    def on_train_batch_end(self, *_):
+        self._publish()
+
+    def on_validation_start(self, *_):
+        self._publish()
+
+
+def make_trainer(clock, ledger, **arguments):
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[ledger, Publisher(clock, ledger)],
+        **arguments,
+    )
+
+
+def test_the_parts_of_a_real_run(clock, tmp_path):
+    ledger = TimeLedger()
+    clock.advance(2)
+    trainer = make_trainer(clock, ledger, plugins=[RunCheckpointIO(ledger)])
+    trainer.fit(Module(clock), Loader(clock, ledger, 4), Loader(clock, ledger, 2))
+    clock.advance(13)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    seconds = ledger.seconds()
+    assert seconds == {
+        "setup": 2,
+        "wait": 4 * 7 + 2 * 7,
+        "train": 4 * 3,
+        "publish": 4 * 11 + 11,
+        "evaluate": 2 * 5,
+        "checkpoint": 0,
+        "other": 13,
+        "total": clock.now - 1000,
+    }
+
+
+def test_a_step_that_raises_is_counted_and_nothing_after_it(clock):
+    ledger = TimeLedger()
+    trainer = make_trainer(clock, ledger)
+    with pytest.raises(KeyError, match="in the step"):
+        trainer.fit(Module(clock, fail_at=1), Loader(clock, ledger, 4))
+    clock.advance(100)
+    seconds = ledger.seconds()
+    assert (seconds["train"], seconds["wait"], seconds["other"]) == (6, 14, 100)
+    assert_adds_up(ledger)
+
+
+# --- checkpoint files ------------------------------------------------------------------------------------
+
+
+def saved(path):
+    return torch.load(path, weights_only=True)
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved_and_leaves_no_other_file(tmp_path):
+    io = RunCheckpointIO(TimeLedger())
+    target = tmp_path / "new" / "version-000003.ckpt"
+    checkpoint = {"weights": torch.arange(5.0), "state": {"step": 3}}
+    io.save_checkpoint(checkpoint, target)
+    assert list(target.parent.iterdir()) == [target]
+    loaded = io.load_checkpoint(target)
+    assert torch.equal(loaded["weights"], checkpoint["weights"])
+    assert loaded["state"] == {"step": 3}
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_write_that_breaks_off_leaves_what_was_there_before(
+    clock, tmp_path, monkeypatch, error, existing
+):
+    ledger = TimeLedger()
+    io = RunCheckpointIO(ledger)
+    target = tmp_path / "last.ckpt"
+    if existing:
+        io.save_checkpoint({"step": 1}, target)
+
+    def write_half(self, checkpoint, path, storage_options=None):
+        clock.advance(2)
+        path.write_bytes(b"half a checkpoint")
+        raise error
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", write_half)
+    with pytest.raises(type(error)) as caught:
+        io.save_checkpoint({"step": 2}, target)
+    assert caught.value is error
+    assert list(tmp_path.iterdir()) == [target] * existing
+    if existing:
+        assert saved(target) == {"step": 1}
+    assert ledger.seconds()["checkpoint"] == 2
+
+
+def test_a_state_that_cannot_be_saved_leaves_what_was_there_before(tmp_path):
+    io = RunCheckpointIO(TimeLedger())
+    target = tmp_path / "last.ckpt"
+    io.save_checkpoint({"step": 1}, target)
+    with pytest.raises(Exception, match="(?i)pickle"):
+        io.save_checkpoint({"step": 2, "hook": lambda: None}, target)
+    assert list(tmp_path.iterdir()) == [target]
+    assert saved(target) == {"step": 1}
+
+
+def test_at_no_moment_of_a_write_is_the_target_torn(tmp_path, monkeypatch):
+    io = RunCheckpointIO(TimeLedger())
+    target = tmp_path / "last.ckpt"
+    io.save_checkpoint({"step": 1}, target)
+    original, moments = TorchCheckpointIO.save_checkpoint, []
+
+    def watched(self, checkpoint, path, storage_options=None):
+        moments.append(saved(target))
+        original(self, checkpoint, path, storage_options)
+        moments.append(saved(target))
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", watched)
+    io.save_checkpoint({"step": 2}, target)
+    assert moments == [{"step": 1}, {"step": 1}]
+    assert saved(target) == {"step": 2}
