@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,24 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from pace_lightning.config import Config, ConfigError, KVCache, Mode, SourceConfig
+from pace_lightning.build_tasks import judge, prompts_of, sample_writer, shape_reward
+from pace_lightning.config import Config, ConfigError, KVCache, Mode
 from pace_lightning.config_explain import (
     dispatch_ahead,
     outstanding_limit,
+    pace_window,
     shares_prompts,
     thread_layout,
 )
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
-from pace_lightning.core.advantages import soft_overlong_penalty
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.losses import HEADS
-from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
-from pace_lightning.rollout.engine import Completion, Sampling
+from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
+from pace_lightning.core.trajectory import PolicyVersion, Prompt
+from pace_lightning.rollout.engine import Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
-from pace_lightning.rollout.groups import ScoringFailedError
-from pace_lightning.tasks.prompts import PromptRow, PromptStream, tokenize_prompts
-from pace_lightning.tasks.scoring import ErrorBudget, ScorerError, ScorerPool, ScorerTimeout
-from pace_lightning.tasks.sources import load_rows, normalize_rows, split_held_out
+from pace_lightning.tasks.prompts import PromptStream
+from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
@@ -89,7 +88,7 @@ def build(
         seed=config.seed,
         attention=config.model.attention,
     )
-    train_rows, eval_rows = _prompts(config, tokenizer, emit)
+    train_rows, eval_rows = prompts_of(config, tokenizer, emit)
     engine = _engine(config, policy, tokenizer, engine_threads)
     scorer = ScorerPool(
         config.reward.function,
@@ -105,11 +104,12 @@ def build(
             for i, row in enumerate(eval_rows)
         ],
         scorer=scorer,
-        score=_score(scorer, tokenizer, ErrorBudget(config.reward.max_error_share)),
-        shape_reward=_shape_reward(config),
+        score=judge(scorer, tokenizer, ErrorBudget(config.reward.max_error_share)),
+        shape_reward=shape_reward(config),
         admission=_admission(config),
         dispatch=_dispatch(config),
         in_rounds=config.mode == Mode.SYNC,
+        prefix_forgetting=_forgetting(config),
         group_size=config.rollout.group_size,
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         eval_sampling=Sampling(
@@ -125,7 +125,7 @@ def build(
         publish_timeout_seconds=config.engine.publish_timeout_seconds,
         engine_threads_while_waiting=all_threads,
         waiting=lambda: time_ledger.span("wait"),
-        on_draw=_sample_writer(config, run_dir / "samples.jsonl", tokenizer),
+        on_draw=sample_writer(config, run_dir / "samples.jsonl", tokenizer),
         total_steps=config.trainer.steps,
         groups_per_step=config.trainer.groups_per_step,
         num_micro_batches=config.trainer.micro_batches,
@@ -283,109 +283,47 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Lo
     )
 
 
-def _prompts(
-    config: Config, tokenizer: Any, emit: Callable[[str], None]
-) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Tokenized training and held-out prompts."""
-    data = config.data
-
-    def rows_of(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
-        return [
-            row
-            for source in sources
-            for row in normalize_rows(
-                load_rows(
-                    source.path,
-                    split=source.split,
-                    size=source.size,
-                    seed=source.seed,
-                    options=dict(source.options),
-                ),
-                prompt_column=data.prompt_column,
-                answer_column=data.answer_column,
-                source=source.path,
-            )
-        ]
-
-    held_out = 0 if data.eval_sources else data.held_out
-    train, evaluation = split_held_out(rows_of(data.sources), num_held_out=held_out, seed=config.seed)
-    if data.eval_sources:
-        evaluation = rows_of(data.eval_sources)
-    tokenize = functools.partial(
-        tokenize_prompts,
-        tokenizer_fn=_tokenizer_fn(config, tokenizer),
-        template=data.template,
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-    )
-    train_rows, num_skipped = tokenize(train)
-    eval_rows, num_eval_skipped = tokenize(evaluation) if evaluation else ([], 0)
-    emit(f"{len(train_rows)} training prompts, {len(eval_rows)} held out")
-    if num_skipped or num_eval_skipped:
-        emit(
-            f"skipped {num_skipped} training and {num_eval_skipped} held-out prompts of more than "
-            f"{data.max_prompt_tokens} tokens"
-        )
-    return train_rows, eval_rows
-
-
-def _tokenizer_fn(config: Config, tokenizer: Any) -> Callable[[str | list[dict[str, str]]], list[int]]:
-    data = config.data
-
-    def tokenize(content: str | list[dict[str, str]]) -> list[int]:
-        if not data.chat_template:
-            if not isinstance(content, str):
-                raise ConfigError("data.chat_template is false, but a prompt is a list of chat messages")
-            return list(tokenizer(content, add_special_tokens=False).input_ids)
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        if data.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": data.system_prompt}, *messages]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
-
-    if data.chat_template and tokenizer.chat_template is None:
-        raise ConfigError("data.chat_template is true, but the tokenizer of model.path has no chat template")
-    return tokenize
-
-
-def _score(
-    scorer: ScorerPool, tokenizer: Any, budget: ErrorBudget
-) -> Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]]:
-    async def score(prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-        try:
-            scores = await scorer.score_async(prompt.content, texts, prompt.columns)
-        except ScorerTimeout as error:
-            budget.record(ok=False, error=error)
-            raise ScoringFailedError(str(error), Fate.SCORER_TIMEOUT) from error
-        except ScorerError as error:
-            budget.record(ok=False, error=error)
-            raise ScoringFailedError(str(error), Fate.SCORER_ERROR) from error
-        budget.record(ok=True)
-        return scores
-
-    return score
-
-
-def _shape_reward(config: Config) -> Callable[[float, int], float]:
-    if not config.reward.overlong_penalty_tokens:
-        return lambda score, _: score
-    penalty = functools.partial(
-        soft_overlong_penalty,
-        max_tokens=config.rollout.max_new_tokens,
-        cache_tokens=config.reward.overlong_penalty_tokens,
-        factor=config.reward.overlong_penalty_factor,
-    )
-    return lambda score, num_tokens: score + penalty(num_tokens)
-
-
 def _admission(config: Config) -> AdmissionPolicy:
     if config.mode == Mode.SYNC:
         return MaxLag(0)  # an assertion: synchronous dispatch leaves nothing to reject
     if config.admission.policy == "max_lag":
         assert config.admission.max_lag is not None
         return MaxLag(config.admission.max_lag)
+    if config.admission.policy == "pace":
+        return _pace(config)
     return AdmitAll()
+
+
+def _pace(config: Config) -> Pace:
+    pace = config.pace
+    budget = RejectionBudget(
+        pace.target_groups or config.trainer.groups_per_step,
+        smoothing=pace.smoothing,
+        rate_max=pace.rate_max,
+        reserve_groups=pace.reserve_groups,
+        excess=pace.excess,  # type: ignore[arg-type]  # one of its names, like those below
+    )
+    return Pace(
+        budget,
+        ranking=pace.ranking,  # type: ignore[arg-type]
+        gamma=pace.gamma,
+        group_score=pace.group_score,  # type: ignore[arg-type]
+        window_size=pace_window(config),
+        window_minimum=pace.window_minimum,
+        no_score=pace.no_score,  # type: ignore[arg-type]
+        aging_limit=pace.aging_limit,
+    )
+
+
+def _forgetting(config: Config) -> Callable[[Sequence[PrefixRescore]], float | None] | None:
+    """How a trajectory's re-scorings become its prefix forgetting score; None if nobody asks for it."""
+    if config.admission.policy != "pace" or config.pace.ranking != "effective":
+        return None
+    return functools.partial(
+        prefix_forgetting,
+        form=config.pace.forgetting,  # type: ignore[arg-type]
+        aggregate=config.pace.forgetting_aggregate,  # type: ignore[arg-type]
+    )
 
 
 def _dispatch(config: Config) -> Dispatch:
@@ -393,33 +331,3 @@ def _dispatch(config: Config) -> Dispatch:
     if eta is None:
         return FixedSlots(outstanding_limit(config))
     return AheadBound(eta, config.trainer.groups_per_step, slots)
-
-
-def _sample_writer(
-    config: Config, path: Path, tokenizer: Any
-) -> Callable[[int, Sequence[TrajectoryGroup]], None]:
-    """Dumps one drawn group as text every few steps."""
-    every = config.logging.samples_every_steps
-
-    def write(version: int, groups: Sequence[TrajectoryGroup]) -> None:
-        if not every or version % every:
-            return
-        group = groups[0]
-        line = {
-            "version": version,
-            "prompt": tokenizer.decode(group.prompt.token_ids),
-            "answer": group.prompt.columns.get("answer"),
-            "responses": [
-                {
-                    "text": tokenizer.decode(t.token_ids),
-                    "score": t.score,
-                    "reward": t.reward,
-                    "versions": [min(t.token_versions), max(t.token_versions)],
-                }
-                for t in group.trajectories
-            ],
-        }
-        with path.open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
-
-    return write

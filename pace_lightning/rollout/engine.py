@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.trajectory import PolicyVersion
 
 
@@ -45,6 +46,8 @@ class Completion:
     """The trainer's version when the last token arrived."""
     truncated: bool
     """True if the token limit ended it."""
+    rescores: tuple[PrefixRescore, ...] = ()
+    """One for each publication at which the unfinished response was re-scored, oldest first."""
 
 
 class RolloutEngine(Protocol):
@@ -86,6 +89,14 @@ class RolloutEngine(Protocol):
 
         Raises:
             EngineError: if names or shapes differ from the engine's own; then nothing was loaded.
+        """
+        ...
+
+    async def rescore_prefixes(self) -> None:
+        """Score what exists of each unfinished response under the present weights; call it while paused.
+
+        The log-probs are of the same distribution as those that `generate` returns, temperature included. The results
+        arrive with the completions.
         """
         ...
 

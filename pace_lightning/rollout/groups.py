@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
 
@@ -37,6 +38,8 @@ class PublishReport:
     seconds: float
     pause_seconds: float
     """How long no token flowed."""
+    rescore_seconds: float = 0.0
+    """The part of it that went into re-scoring the prefixes of unfinished responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ def build_group(
     scores: Sequence[float],
     *,
     shape_reward: Callable[[float, int], float],
+    forgetting: Callable[[Sequence[PrefixRescore]], float | None] | None = None,
 ) -> TrajectoryGroup:
     """The group of one prompt, from what the engine and the scorer returned.
 
@@ -94,6 +98,7 @@ def build_group(
                 reward=shape_reward(score, len(completion.token_ids)),
                 score=score,
                 truncated=completion.truncated,
+                prefix_forgetting=forgetting(completion.rescores) if forgetting else None,
             )
             for completion, score in zip(completions, scores, strict=True)
         ),

@@ -25,7 +25,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,36 +32,13 @@ from torch import Tensor, nn
 
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.rollout.local_requests import Request, Response, rescore_unfinished
 
 GREEDY_TEMPERATURE = 1e-6
 """What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
 
 _PAGE_TOKENS = 32
 _HEALTH_CHECK_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _Response:
-    """One response being generated, across resubmissions."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[PolicyVersion] = field(default_factory=list)
-    offset: int = 0
-    """Tokens that were generated before the present submission, and are part of its prompt."""
-    completion: Completion | None = None
-
-
-@dataclass(slots=True)
-class _Request:
-    """The responses to one prompt."""
-
-    prompt: list[int]
-    sampling: Sampling
-    responses: list[_Response]
-    finished: asyncio.Future[None]
-    ids: dict[str, _Response] = field(default_factory=dict)
-    """Live request ids of the manager."""
 
 
 class LocalEngine:
@@ -123,7 +99,7 @@ class LocalEngine:
         self._manager: Any = None
         self._clock: Callable[[], PolicyVersion] = lambda: 0
         self._version: PolicyVersion = 0
-        self._requests: list[_Request] = []
+        self._requests: list[Request] = []
         self._serial = itertools.count()
         self._num_tokens = 0
         self._executor: ThreadPoolExecutor | None = None
@@ -166,14 +142,12 @@ class LocalEngine:
         )
         self._per_request_temperature = default_temperature != 1.0
         self._manager.start()
-        deadline = time.monotonic() + self._startup_timeout_seconds
+        limit = self._startup_timeout_seconds
+        deadline = time.monotonic() + limit
         while self._manager.batch_processor is None:
             self._check_alive()
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the local engine was not ready after {self._startup_timeout_seconds} s "
-                    "(engine.startup_timeout_seconds)"
-                )
+                raise EngineError(f"not ready after {limit} s (engine.startup_timeout_seconds)")
             await asyncio.sleep(0.01)
         _unblock_after_cancellations(self._manager.batch_processor.scheduler)
 
@@ -191,10 +165,10 @@ class LocalEngine:
                 f"{sorted(self._temperatures)}"
             )
         self._check_alive()
-        request = _Request(
+        request = Request(
             prompt=list(prompt),
             sampling=sampling,
-            responses=[_Response() for _ in range(n)],
+            responses=[Response() for _ in range(n)],
             finished=asyncio.get_running_loop().create_future(),
         )
         self._requests.append(request)
@@ -244,6 +218,10 @@ class LocalEngine:
                     self._withdraw(request)
                     self._submit(request)
 
+    async def rescore_prefixes(self) -> None:
+        """See `RolloutEngine.rescore_prefixes`."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._rescore)
+
     def describe(self) -> str:
         """See `RolloutEngine.describe`."""
         waiting = sum(r.completion is None for q in self._requests for r in q.responses)
@@ -283,6 +261,11 @@ class LocalEngine:
         for name, own in self._parameters.items():
             own.copy_(weights[name])
 
+    def _rescore(self) -> None:
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+        rescore_unfinished(self._model, list(self._requests), pad_token_id=self._pad_token_id)
+
     def _apply_threads(self, *_: Any) -> None:
         """Runs in the generation thread before each step: intra-op threads are set per thread."""
         if self.num_threads is not None and self.num_threads != self._threads_in_use:
@@ -296,11 +279,9 @@ class LocalEngine:
             cause = self._manager.background_thread_status.fatal_error
             raise EngineError(f"the local engine's generation loop died: {cause}") from cause
 
-    def _submit(self, request: _Request) -> None:
-        """Hand the unfinished responses of a request to the manager, as one fork if none has a token yet.
-
-        The manager forks after the last but one token of a prompt, so it cannot fork a prompt of one token.
-        """
+    def _submit(self, request: Request) -> None:
+        """Hand the unfinished responses to the manager, as one fork if none has a token yet."""
+        # A prompt of one token cannot be forked: that happens after its last token but one.
         if len(request.prompt) > 1 and all(not response.tokens for response in request.responses):
             self._add(request, request.responses, request.prompt, request.sampling.max_new_tokens)
             return
@@ -311,7 +292,7 @@ class LocalEngine:
                 self._add(request, [response], request.prompt + response.tokens, left)
 
     def _add(
-        self, request: _Request, responses: Sequence[_Response], prompt: list[int], max_new_tokens: int
+        self, request: Request, responses: Sequence[Response], prompt: list[int], max_new_tokens: int
     ) -> None:
         first = f"r{next(self._serial)}"
         # The manager names the forks of a request like this.
@@ -322,9 +303,8 @@ class LocalEngine:
                 request_id, functools.partial(self._receive, request, request_id)
             )
         self._manager.num_return_sequences = len(responses)
-        options = (
-            {"temperature": _served(request.sampling.temperature)} if self._per_request_temperature else {}
-        )
+        temperature = _served(request.sampling.temperature)
+        options = {"temperature": temperature} if self._per_request_temperature else {}
         accepted = self._manager.add_request(
             prompt, request_id=first, max_new_tokens=max_new_tokens, streaming=True, **options
         )
@@ -334,7 +314,7 @@ class LocalEngine:
                 f"{self._manager.background_thread_status.can_accept_new_requests()}"
             )
 
-    def _withdraw(self, request: _Request) -> None:
+    def _withdraw(self, request: Request) -> None:
         """Cancel what is still running of a request; tokens that are on their way are ignored."""
         processor = None if self._manager is None else self._manager.batch_processor
         for request_id, response in request.ids.items():
@@ -346,7 +326,7 @@ class LocalEngine:
                     self._manager.output_router.result_handlers.pop(request_id, None)
         request.ids = {}
 
-    def _receive(self, request: _Request, request_id: str, output: Any) -> None:
+    def _receive(self, request: Request, request_id: str, output: Any) -> None:
         """Take over new tokens; runs in the event loop, once per token."""
         response = request.ids.get(request_id)
         if response is None or request.finished.done():
@@ -356,9 +336,8 @@ class LocalEngine:
             return
         new = output.generated_tokens[len(response.tokens) - response.offset :]
         if len(output.logprobs) < len(output.generated_tokens):
-            request.finished.set_exception(
-                RequestError(f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs")
-            )
+            counts = f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs"
+            request.finished.set_exception(RequestError(counts))
             return
         response.tokens += new
         response.logprobs += output.logprobs[len(response.logprobs) - response.offset :]
@@ -371,6 +350,7 @@ class LocalEngine:
                 versions=tuple(response.versions),
                 completed_at=self._clock(),
                 truncated=response.tokens[-1] not in self._stop_token_ids,
+                rescores=tuple(response.rescores),
             )
             if all(r.completion is not None for r in request.responses):
                 request.finished.set_result(None)
@@ -388,15 +368,14 @@ class LocalEngine:
 def _unblock_after_cancellations(scheduler: Any) -> None:
     """Let waiting requests in once a running one was cancelled.
 
-    When its cache is full, the scheduler puts running requests back and admits none until one *finishes*. If all others
-    are cancelled instead, as they are by a publication, it would wait forever.
+    When its cache is full, the scheduler puts running requests back and admits none until one
+    *finishes*. If all others are cancelled instead, as by a publication, it would wait forever.
     """
     clear = scheduler.clear_cancelled_requests
 
     def clear_and_unblock() -> list[Any]:
         cancelled: list[Any] = clear()
-        if cancelled:
-            scheduler.block_new_requests = False
+        scheduler.block_new_requests &= not cancelled
         return cancelled
 
     scheduler.clear_cancelled_requests = clear_and_unblock

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from pace_lightning.core.dispatch import Dispatch, DispatchCounts
+from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import EndOfData, Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
@@ -49,6 +50,8 @@ class RolloutWorker(LoopThread):
         dispatch: how much may be ahead of training.
         group_size: responses per prompt.
         sampling: of training rollouts.
+        prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses are not re-scored
+            at publications.
         in_rounds: dispatch only when nothing is in flight, and then all at once while the engine is paused, so that
             what is sampled does not depend on timing (synchronous mode).
         group_timeout_seconds: for the generation of one group.
@@ -69,6 +72,7 @@ class RolloutWorker(LoopThread):
         group_size: int,
         sampling: Sampling,
         in_rounds: bool = False,
+        prefix_forgetting: Callable[[Sequence[PrefixRescore]], float | None] | None = None,
         shape_reward: Callable[[float, int], float] = lambda score, _: score,
         group_timeout_seconds: float = 600.0,
         drop_zero_variance: bool = True,
@@ -86,6 +90,7 @@ class RolloutWorker(LoopThread):
         self._group_size = group_size
         self._sampling = sampling
         self._in_rounds = in_rounds
+        self._prefix_forgetting = prefix_forgetting
         self._group_timeout_seconds = group_timeout_seconds
         self._drop_zero_variance = drop_zero_variance
         self._max_empty_groups = max_empty_groups
@@ -298,7 +303,13 @@ class RolloutWorker(LoopThread):
             self._last_event = f"prompt {prompt.uid} was not scored: {error}"
             return
         try:
-            group = build_group(prompt, completions, scores, shape_reward=self._shape_reward)
+            group = build_group(
+                prompt,
+                completions,
+                scores,
+                shape_reward=self._shape_reward,
+                forgetting=self._prefix_forgetting,
+            )
         except ValueError as error:  # what the engine returned cannot be trained on
             self._lost(prompt, Fate.FAILED, str(error), num_tokens)
             return
@@ -372,11 +383,19 @@ class RolloutWorker(LoopThread):
             async with self._engine.paused():
                 paused = time.monotonic()
                 await self._engine.load_weights(weights, version=version)
-                pause_seconds = time.monotonic() - paused
+                loaded = time.monotonic()
+                if self._prefix_forgetting is not None:
+                    await self._engine.rescore_prefixes()
+                done = time.monotonic()
         finally:
             self._dispatch_open = True
             self.wake()
-        return PublishReport(version, seconds=time.monotonic() - start, pause_seconds=pause_seconds)
+        return PublishReport(
+            version,
+            seconds=time.monotonic() - start,
+            pause_seconds=done - paused,
+            rescore_seconds=done - loaded,
+        )
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling

@@ -18,6 +18,7 @@ from torch import Tensor
 from pace_lightning.core.admission import AdmissionPolicy
 from pace_lightning.core.dispatch import Dispatch
 from pace_lightning.core.ledger import Ledger
+from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
@@ -92,6 +93,7 @@ class RolloutDataModule(pl.LightningDataModule):
         admission: which ready groups a draw may use.
         dispatch: how much may be ahead of training.
         in_rounds: synchronous dispatch, see `RolloutWorker`.
+        prefix_forgetting: see `RolloutWorker`.
         group_size: responses per prompt.
         sampling: of training rollouts.
         eval_sampling: of evaluation.
@@ -121,6 +123,7 @@ class RolloutDataModule(pl.LightningDataModule):
         admission: AdmissionPolicy,
         dispatch: Dispatch,
         in_rounds: bool,
+        prefix_forgetting: Callable[[Sequence[PrefixRescore]], float | None] | None = None,
         group_size: int,
         sampling: Sampling,
         eval_sampling: Sampling,
@@ -174,6 +177,7 @@ class RolloutDataModule(pl.LightningDataModule):
             shape_reward=shape_reward,
             dispatch=dispatch,
             in_rounds=in_rounds,
+            prefix_forgetting=prefix_forgetting,
             group_size=group_size,
             sampling=sampling,
             group_timeout_seconds=group_timeout_seconds,
@@ -336,6 +340,7 @@ class RolloutDataModule(pl.LightningDataModule):
         for group in groups:
             self._settle(group.prompt.uid, Fate.ZERO_VARIANCE, group.num_tokens)
         self._num_redrawn += len(groups)
+        self.pool.discount(len(groups))
         if self._num_redrawn >= self._max_empty_groups:
             mean = sum(group.mean_score for group in groups) / len(groups)
             raise NothingToLearnError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pace_lightning.core.batch import TrainBatch
+from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
 from pace_lightning.core.losses import aggregate, clip_statistics, k3_kl
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.training.policy import checkpoint_layers, shared_prompt_logprobs, token_logprobs
+from pace_lightning.training.policy import checkpoint_layers
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -205,11 +207,17 @@ class PolicyModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _logprobs(self, model: Any, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        tensors = (batch.input_ids, batch.attention_mask, batch.loss_mask)
-        settings = {"temperature": self._temperature, "chunk_tokens": self._chunk_tokens}
+        compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         if self._share_prompts:
-            return shared_prompt_logprobs(model, *tensors, batch.prompt_lengths, **settings)
-        return token_logprobs(model, *tensors, **settings)
+            compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
+        return compute(
+            model,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.loss_mask,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
 
     def _averaging_factor(self) -> float:
         """Undo the means over micro-batches and ranks that Lightning and DDP take: the loss is a sum of shares."""

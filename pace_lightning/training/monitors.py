@@ -246,6 +246,7 @@ class LearningMonitor(StepMonitor):
         metrics |= {f"time/{part}_seconds": value for part, value in step_seconds.items()}
         if self._weight_sync.last_report is not None:
             metrics["time/publish_pause_seconds"] = self._weight_sync.last_report.pause_seconds
+            metrics["time/rescore_seconds"] = self._weight_sync.last_report.rescore_seconds
         self._before = now
         log_metrics(trainer, metrics, report.version)
         gap = metrics.get("ratio/lag0_log_abs_mean")

@@ -1,7 +1,4 @@
-"""Load a causal language model and its tokenizer; compute the log-probs of sampled tokens.
-
-Shapes: N sequences, T positions, H hidden size, V vocabulary, M tokens under the loss mask.
-"""
+"""Load a causal language model and its tokenizer; copy it for the engine."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 log = logging.getLogger(__name__)
@@ -161,136 +156,7 @@ def checkpoint_layers(model: Any) -> None:
     if not layers:
         raise ModelError(f"{type(model).__name__} does not support model.gradient_checkpointing")
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-
-
-def token_logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    loss_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens under the loss mask, and the entropy of their distributions.
-
-    Only positions that predict such a token reach the vocabulary, ``chunk_tokens`` at a time; each chunk is recomputed in
-    the backward pass, so that memory grows with ``chunk_tokens x V`` and not with ``N x T x V``.
-
-    Args:
-        model: a causal LM with a base model and an output head.
-        input_ids: shape ``(N, T)``, padded on the right.
-        attention_mask: shape ``(N, T)``, 1 for real tokens.
-        loss_mask: shape ``(N, T)``, True where the token is trained on; never True at position 0.
-        temperature: of the sampling whose log-probs these are compared with.
-        chunk_tokens: tokens per chunk.
-
-    Returns:
-        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the entropies in nats, same shape, detached.
-
-    Raises:
-        ValueError: if the mask covers position 0, which nothing predicts.
-    """
-    if bool(loss_mask[:, 0].any()):
-        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
-    predicting = loss_mask[:, 1:]
-    selected = hidden[:, :-1][predicting]  # (M, H), row by row
-    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens)
-
-
-def shared_prompt_logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    loss_mask: Tensor,
-    prompt_lengths: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """The same as `token_logprobs`, with each distinct prompt computed once.
-
-    The distinct prompts run first and leave keys and values; the responses then run on top of those of their prompt, and
-    gradients flow back through them. With G short answers to one prompt, this saves most of the arithmetic. Needs a model
-    that takes a key-value cache while training, so not gradient checkpointing.
-
-    Args:
-        model: as there.
-        input_ids: shape ``(N, T)``: prompt, response, padding.
-        attention_mask: shape ``(N, T)``.
-        loss_mask: shape ``(N, T)``; True only in responses.
-        prompt_lengths: shape ``(N,)``, tokens of each row's prompt, at least 1.
-        temperature: as there.
-        chunk_tokens: as there.
-
-    Returns:
-        As there, equal up to float rounding.
-    """
-    num_rows, width = input_ids.shape
-    position = torch.arange(width, device=input_ids.device)
-    in_prompt = position < prompt_lengths[:, None]
-    if bool((loss_mask & in_prompt).any()):
-        raise ValueError("loss_mask covers prompt tokens")
-    longest_prompt = int(prompt_lengths.max())
-    longest_response = int((attention_mask.sum(1) - prompt_lengths).max())
-    # -1 marks padding, so that a prompt never equals another one padded by the pad token
-    prompts = input_ids.masked_fill(~in_prompt, -1)[:, :longest_prompt]
-    prompts, of_row = torch.unique(prompts, dim=0, return_inverse=True)
-    prompt_mask = (prompts >= 0).long()
-    if longest_response < 1:
-        return token_logprobs(model, input_ids, attention_mask, loss_mask, chunk_tokens=chunk_tokens)
-    output = model.base_model(
-        input_ids=prompts.clamp(min=0), attention_mask=prompt_mask, use_cache=True
-    )
-    last = output[0][torch.arange(len(prompts)), prompt_mask.sum(1) - 1]  # (P, H)
-    predicting = last[of_row][:, None]  # (N, 1, H): predicts the first response token
-    response_positions = prompt_lengths[:, None] + torch.arange(longest_response, device=input_ids.device)
-    gather = response_positions.clamp(max=width - 1)
-    if longest_response > 1:
-        feed = gather[:, :-1]
-        fed_mask = attention_mask.gather(1, feed) * (response_positions[:, :-1] < width)
-        cache = output.past_key_values
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[of_row], layer.values[of_row]
-        hidden = model.base_model(
-            input_ids=input_ids.gather(1, feed),
-            attention_mask=torch.cat([prompt_mask[of_row], fed_mask], dim=1),
-            position_ids=response_positions[:, :-1],
-            past_key_values=cache,
-            use_cache=True,
-        )[0]
-        predicting = torch.cat([predicting, hidden], dim=1)  # (N, R, H)
-    trained = loss_mask.gather(1, gather) & (response_positions < width)
-    return _scatter(model, predicting[trained], input_ids, loss_mask, temperature, chunk_tokens)
-
-
-def _scatter(
-    model: Any, selected: Tensor, input_ids: Tensor, loss_mask: Tensor, temperature: float, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at the masked positions from the hidden states ``(M, H)`` that predict them."""
-    targets = input_ids[loss_mask]  # (M,), row by row like the hidden states
-    head = model.get_output_embeddings()
-    parts = [
-        checkpoint(_chunk, head, h, t, temperature, use_reentrant=False)
-        for h, t in zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    ]
-    logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32, device=selected.device)
-    entropies = torch.zeros_like(logprobs)
-    if parts:
-        logprobs = logprobs.masked_scatter(loss_mask, torch.cat([p[0] for p in parts]))
-        entropies = entropies.masked_scatter(loss_mask, torch.cat([p[1] for p in parts]))
-    return logprobs, entropies
-
-
-def _chunk(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
-    everything = F.log_softmax(logits, dim=-1)
-    chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy = -(everything.exp() * everything).sum(-1)
-    return chosen, entropy
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _converted(gguf: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,18 @@ from experiments import (
     read_lines,
     read_summary,
     respond,
+    use_script,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.losses import aggregate, dapo_head
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.run import train
-from pace_lightning.training.policy import token_logprobs
 
 STEPS = 8
 GROUPS_PER_STEP, GROUP_SIZE, MICRO_BATCHES = 4, 4, 2
@@ -70,7 +73,15 @@ class RecordStaleness(pl.Callback):
 
 
 @pytest.mark.slow
-def test_two_runs_with_one_seed_have_no_lag_and_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_two_runs_with_one_seed_have_no_lag_and_end_with_the_same_bits_whatever_the_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = LocalEngine._submit
+
+    def submit_slowly(engine: LocalEngine, request: Any) -> None:
+        time.sleep(0.003)  # a busy machine: the engine gets ahead of who submits
+        submit(engine, request)
+
     finals = []
     for name in ("first", "second"):
         run_dir = tmp_path / name
@@ -81,7 +92,20 @@ def test_two_runs_with_one_seed_have_no_lag_and_end_with_the_same_bits(tmp_path:
         assert [draw["total_staleness_versions"] for draw in draws] == [0.0] * 6
         assert all(draw["rejected_groups"] == 0 for draw in draws)
         finals.append(load_file(run_dir / "checkpoints" / "final" / "model.safetensors"))
+        monkeypatch.setattr(LocalEngine, "_submit", submit_slowly)
     assert differing(finals[0], finals[1]) == []
+
+
+def test_a_synchronous_run_submits_every_request_while_the_engine_is_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = DeterministicEngine()
+    use_script(monkeypatch, engine)
+    config = configure(tmp_path / "run", *SCRIPTED, *SYNC, "trainer.steps=2")
+    assert train(config, lambda _: None) == 0
+    # otherwise the composition of its batches, and with it what is sampled, depends on timing
+    alone = [request.prompt for request in engine.requests if not request.while_paused]
+    assert alone == [], f"{len(alone)} of {len(engine.requests)} requests"
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.rollout.engine import EngineError, RequestError, Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
-from pace_lightning.training.policy import copy_for_engine, load_policy, token_logprobs
+from pace_lightning.training.policy import copy_for_engine, load_policy
 
 VOCABULARY = 100
 STOP = 2
@@ -552,6 +553,20 @@ def test_a_cancelled_request_frees_the_engine(at_step):
 
     completions = with_engine(scenario, stop_token_ids=[NEVER])
     assert [len(completion.token_ids) for completion in completions] == [6, 6]
+
+
+def test_a_request_cancelled_before_the_engine_has_seen_it_is_never_computed():
+    async def scenario(engine, steps):
+        async with engine.paused():
+            request = asyncio.ensure_future(engine.generate(PROMPT, n=8, sampling=Sampling(100)))
+            await asyncio.sleep(0)  # it submits
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+        await engine.generate(PROMPT, n=1, sampling=Sampling(6))  # behind it in the queue
+        assert steps.count == 6
+
+    with_engine(scenario, stop_token_ids=[NEVER])
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_engine_goes_on():

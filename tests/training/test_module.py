@@ -10,10 +10,11 @@ import reference
 import torch
 
 from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.losses import AGGREGATIONS, dapo_head
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.training.module import NonFiniteLossError, PolicyModule
-from pace_lightning.training.policy import copy_for_engine, load_policy, token_logprobs
+from pace_lightning.training.policy import copy_for_engine, load_policy
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 VERSION = 5
@@ -240,7 +241,9 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient():
         batches = near_policy(policy, make_batches(make_groups()))
         module = make_module(policy, gradient_checkpointing=checkpointing)
         calls = []
-        policy.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        policy.model.layers[0].self_attn.register_forward_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
         recorder, _ = fit(module, batches)
         gradients += recorder.gradients
         forwards.append(len(calls))

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
 from pace_lightning.rollout.engine import Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.training.policy import (
@@ -17,8 +18,6 @@ from pace_lightning.training.policy import (
     load_policy,
     load_tokenizer,
     resolve,
-    shared_prompt_logprobs,
-    token_logprobs,
 )
 
 TINY = "conf/models/tiny"
