@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import Any
 
 
+DEFAULT_ENVIRONMENT = {
+    # OpenMP threads that wait spin for a while; long spinning makes two busy programs many times slower.
+    "GOMP_SPINCOUNT": "10000",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Set unless the user did; read by libraries when they are loaded."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, _terminate)
-    for name, value in (("TQDM_DISABLE", "1"), ("TRANSFORMERS_VERBOSITY", "error")):
+    for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from pace_lightning.config import ConfigError
 

@@ -49,7 +49,9 @@ class EvaluatedPrompt:
     prompt: Prompt
     completions: tuple[Completion, ...]
     scores: tuple[float, ...]
-    """Empty if scoring failed."""
+    """Empty if generation or scoring failed."""
+    error: str = ""
+    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +115,27 @@ async def evaluate(
     samples: int,
     sampling: Sampling,
 ) -> list[EvaluatedPrompt]:
-    """Generate and score ``samples`` responses to each prompt; one that fails is left without scores."""
+    """Generate and score ``samples`` responses to each prompt; one that fails is left without scores.
+
+    All are submitted while the engine is paused, so that what is sampled does not depend on timing.
+    """
 
     async def one(prompt: Prompt) -> EvaluatedPrompt:
         completions: Sequence[Completion] = ()
         scores: Sequence[float] = ()
+        why = ""
         try:
             completions = await engine.generate(prompt.token_ids, n=samples, sampling=sampling)
             scores = await score(prompt, completions)
         except (RequestError, ScoringFailedError) as error:
             log.warning("evaluation prompt %s was not scored: %s", prompt.uid, error)
-        return EvaluatedPrompt(prompt, tuple(completions), tuple(scores))
+            why = str(error)
+        return EvaluatedPrompt(prompt, tuple(completions), tuple(scores), why)
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group, engine.paused():
             tasks = [group.create_task(one(prompt)) for prompt in prompts]
+            await asyncio.sleep(0)  # each of them submits its request
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]

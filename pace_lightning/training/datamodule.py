@@ -25,7 +25,6 @@ from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
 from pace_lightning.rollout.groups import (
     NothingToLearnError,
     PublishReport,
-    ScoringFailedError,
 )
 from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.stream import TrajectoryStream
@@ -159,8 +158,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self._num_redrawn = 0
         self._groups_per_step: int = stream["groups_per_step"]
         self._drawn: list[TrajectoryGroup] = []
-        self._score = score
-        self._scoring_error: ScoringFailedError | None = None
         self._published: PolicyVersion | None = None
         self._started = False
         self.tokens_trained = 0
@@ -173,7 +170,7 @@ class RolloutDataModule(pl.LightningDataModule):
             pool=self.pool,
             lease=self._lease,
             settle=self._settle,
-            score=self._judge,
+            score=score,
             shape_reward=shape_reward,
             dispatch=dispatch,
             in_rounds=in_rounds,
@@ -241,7 +238,9 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def publish(self, weights: Mapping[str, Tensor], version: PolicyVersion) -> PublishReport:
         """Give the engine the weights of ``version``."""
-        report = self.worker.publish(weights, version, timeout_seconds=self._publish_timeout_seconds)
+        report = self.worker.publish(
+            weights, version, timeout_seconds=self._publish_timeout_seconds
+        )
         self._published = version
         return report
 
@@ -277,7 +276,7 @@ class RolloutDataModule(pl.LightningDataModule):
         scores = [score for result in results for score in result.scores]
         if not scores:
             raise RuntimeError(
-                f"not one of {len(results)} evaluation prompts could be scored; the last error: {self._scoring_error}"
+                f"not one of {len(results)} evaluation prompts could be scored; the last error: {results[-1].error}"
             )
         completions = [completion for result in results for completion in result.completions]
         metrics = {
@@ -318,13 +317,6 @@ class RolloutDataModule(pl.LightningDataModule):
             prompt = self._prompts.lease()
             self.ledger.lease(prompt.uid)
         return prompt
-
-    async def _judge(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        try:
-            return await self._score(prompt, completions)
-        except ScoringFailedError as error:
-            self._scoring_error = error
-            raise
 
     def _settle(self, uid: str, fate: Fate, num_tokens: int) -> None:
         with self._books:

@@ -27,7 +27,7 @@ from scripted import HOLD
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pace_lightning.__main__ import main
-from pace_lightning.build import _sample_writer
+from pace_lightning.build_tasks import sample_writer
 from pace_lightning.config import Config, ConfigError
 from pace_lightning.core.trajectory import TrajectoryGroup
 from pace_lightning.run import resume, train
@@ -374,8 +374,8 @@ def script(monkeypatch: pytest.MonkeyPatch, recorder: Recorder | None) -> Counti
     engine = CountingEngine()
     use_script(monkeypatch, engine)
 
-    def sample_writer(*arguments: Any) -> Any:
-        dump = _sample_writer(*arguments)
+    def recording_writer(*arguments: Any) -> Any:
+        dump = sample_writer(*arguments)
 
         def on_draw(version: int, groups: Sequence[TrajectoryGroup]) -> None:
             if recorder is not None:
@@ -384,7 +384,7 @@ def script(monkeypatch: pytest.MonkeyPatch, recorder: Recorder | None) -> Counti
 
         return on_draw
 
-    monkeypatch.setattr("pace_lightning.build._sample_writer", sample_writer)
+    monkeypatch.setattr("pace_lightning.build.sample_writer", recording_writer)
     return engine
 
 

@@ -168,7 +168,7 @@ def relative_difference(one, other):
     return float((one - other).norm() / other.norm())
 
 
-# --- the gradient ----------------------------------------------------------------------------------------
+# --- the gradient ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared prompts"])
@@ -261,7 +261,7 @@ def test_a_step_with_a_positive_advantage_makes_its_tokens_likelier():
     assert moved > 0.1
 
 
-# --- the step ----------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def test_the_version_counts_draws_and_not_micro_batches():
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is():
         return (logprobs - logprobs.detach()).sqrt()
 
     batches = near_policy(policy, make_batches(make_groups()))
-    with pytest.raises(NonFiniteLossError, match="the gradient norm of step 0 is (nan|inf)"):
+    with pytest.raises(NonFiniteLossError, match=r"the gradient norm of step 0 is (nan|inf)"):
         fit(make_module(policy, head=head), batches)
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
@@ -376,7 +376,7 @@ def test_the_engine_gets_the_parameters_themselves_under_their_own_names():
     assert not any(weight.requires_grad for weight in weights.values())
 
 
-# --- the penalty ---------------------------------------------------------------------------------------------
+# --- the penalty ----------------------------------------------------------------------------------
 
 
 def test_a_policy_that_is_its_own_reference_pays_no_penalty():
@@ -416,7 +416,7 @@ def test_the_penalty_pulls_back_to_the_reference_which_stays_where_it_is():
     assert len(list(module.parameters())) == len(list(policy.parameters()))
 
 
-# --- the statistics --------------------------------------------------------------------------------------------
+# --- the statistics -------------------------------------------------------------------------------
 
 
 def expected_statistics(policy, groups, version):

@@ -1,4 +1,4 @@
-"""The trainer's own view of a policy: its log-probs, where models come from, and the engine's copy."""
+"""The trainer's own view of a policy: log-probs, where models come from, the engine's copy."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-# --- log-probs --------------------------------------------------------------------------------------
+# --- log-probs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -177,7 +177,7 @@ def test_an_empty_mask_gives_zeros_with_zero_gradients():
     assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
 
 
-# --- the same, with each prompt computed once ---------------------------------------------------------
+# --- the same, with each prompt computed once -----------------------------------------------------
 
 
 def make_groups(prompts, lengths, *, seed=2):
@@ -254,7 +254,7 @@ def test_a_micro_batch_without_responses_gives_zeros_with_zero_gradients():
     assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
 
 
-# --- where models and tokenizers come from ------------------------------------------------------------
+# --- where models and tokenizers come from --------------------------------------------------------
 
 
 @pytest.fixture
@@ -350,13 +350,13 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-# --- the engine's copy --------------------------------------------------------------------------------
+# --- the engine's copy ----------------------------------------------------------------------------
 
 
 def test_the_copy_shares_neither_memory_nor_configuration():
     model = make_model()
     twin = copy_for_engine(model, torch.float32)
-    own = {name: p for name, p in twin.named_parameters()}
+    own = dict(twin.named_parameters())
     assert own.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(own[name], parameter)

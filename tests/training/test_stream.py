@@ -140,7 +140,7 @@ def drawn(stream, versions):
     return draws
 
 
-# --- when it draws -----------------------------------------------------------------------------------
+# --- when it draws --------------------------------------------------------------------------------
 
 
 def test_its_length_is_the_micro_batches_of_the_whole_run():
@@ -235,7 +235,7 @@ def test_a_draw_that_was_not_one_step_is_an_error():
         next(stream)
 
 
-# --- what it hands out ---------------------------------------------------------------------------------
+# --- what it hands out ----------------------------------------------------------------------------
 
 
 def test_rows_do_not_depend_on_the_order_of_arrival():
@@ -356,7 +356,7 @@ def test_a_draw_without_gradient_is_trained_on_where_a_penalty_gives_it_one():
     assert batch.loss_mask.any()
 
 
-# --- how it ends -----------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

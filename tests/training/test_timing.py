@@ -41,7 +41,7 @@ def assert_adds_up(ledger):
     assert min(seconds.values()) >= -1e-9
 
 
-# --- the time ledger ---------------------------------------------------------------------------------
+# --- the time ledger ------------------------------------------------------------------------------
 
 
 def test_a_span_inside_another_takes_its_time_out_of_the_outer_one(clock):
@@ -119,10 +119,15 @@ def test_asking_in_the_middle_of_a_span_counts_it_so_far_and_does_not_end_it(clo
 def test_a_span_that_raises_ends_and_the_outer_one_goes_on(clock):
     ledger = TimeLedger()
     ledger.setup(None, None, "fit")
-    with ledger.span("train"):
-        with pytest.raises(KeyError), ledger.span("publish"):
+
+    def break_off():
+        with ledger.span("publish"):
             clock.advance(1)
-            raise KeyError
+            raise KeyError("inside")
+
+    with ledger.span("train"):
+        with pytest.raises(KeyError, match="inside"):
+            break_off()
         clock.advance(2)
     assert (ledger.seconds()["publish"], ledger.seconds()["train"]) == (1, 2)
 
@@ -232,7 +237,7 @@ def test_a_step_that_raises_is_counted_and_nothing_after_it(clock):
     assert_adds_up(ledger)
 
 
-# --- checkpoint files ------------------------------------------------------------------------------------
+# --- checkpoint files -----------------------------------------------------------------------------
 
 
 def saved(path):
@@ -280,7 +285,7 @@ def test_a_state_that_cannot_be_saved_leaves_what_was_there_before(tmp_path):
     io = RunCheckpointIO(TimeLedger())
     target = tmp_path / "last.ckpt"
     io.save_checkpoint({"step": 1}, target)
-    with pytest.raises(Exception, match="(?i)pickle"):
+    with pytest.raises(Exception, match=r"(?i)pickle"):
         io.save_checkpoint({"step": 2, "hook": lambda: None}, target)
     assert list(tmp_path.iterdir()) == [target]
     assert saved(target) == {"step": 1}
