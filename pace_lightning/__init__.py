@@ -1,3 +1,6 @@
-"""pace_lightning: asynchronous RL post-training of language models on PyTorch Lightning, with staleness measured."""
+"""pace_lightning: asynchronous RL post-training of language models on PyTorch Lightning.
+
+Staleness is measured.
+"""
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """The command line: ``python -m pace_lightning COMMAND ...``.
 
-Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 130 Ctrl-C; 143 SIGTERM.
+Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 130 Ctrl-C;
+143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
 DEFAULT_ENVIRONMENT = {
-    # OpenMP threads that wait spin for a while; long spinning makes two busy programs many times slower.
+    # OpenMP threads that wait spin for a while; long spinning makes two busy programs many times
+    # slower.
     "GOMP_SPINCOUNT": "10000",
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -27,7 +28,9 @@ DEFAULT_ENVIRONMENT = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit code."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     signal.signal(signal.SIGTERM, _terminate)
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -72,13 +75,14 @@ def _emit(line: str) -> None:
 
 
 def _terminate(signum: int, frame: Any) -> None:
-    """Let SIGTERM unwind like an exception, so that everything is closed and the exit code is not 0."""
+    """Let SIGTERM unwind like an exception: everything is closed and the exit code is not 0."""
     raise SystemExit(128 + signum)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pace_lightning", description="Asynchronous RL post-training with measured staleness."
+        prog="python -m pace_lightning",
+        description="Asynchronous RL post-training with measured staleness.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
@@ -88,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("conf", metavar="CONF", help="experiment, a YAML file")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="settings on top of it")
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="settings on top of it"
+        )
     command = commands.add_parser("resume", help="go on from a run's newest checkpoint")
     command.add_argument("run_dir", metavar="RUN_DIR")
     command = commands.add_parser("doctor", help="check this machine and what an experiment needs")

@@ -1,4 +1,7 @@
-"""From a configuration to objects: the only file that knows both, and the home of every unit conversion."""
+"""From a configuration to objects.
+
+The only file that knows both, and the home of every unit conversion.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ from pace_lightning.training.timing import RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
 MAX_LAG0_GAP = {"32-true": 1e-3, "bf16-mixed": 0.05}
-"""Nats per token by which engine and trainer may differ on tokens of the present version before an alarm."""
+"""Nats per token by which engine and trainer may differ before an alarm.
+
+Measured on tokens of the present version.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ def build(
     """
     time_ledger = TimeLedger()
     torch.manual_seed(config.seed)
-    trainer_threads, engine_threads, all_threads = thread_layout(config, len(os.sched_getaffinity(0)))
+    trainer_threads, engine_threads, all_threads = thread_layout(
+        config, len(os.sched_getaffinity(0))
+    )
     torch.set_num_threads(trainer_threads)
     tokenizer = load_tokenizer(config.model.path)
     policy = load_policy(
@@ -100,7 +108,9 @@ def build(
         engine=engine,
         prompts=PromptStream(train_rows, seed=config.seed, epochs=config.data.epochs),
         eval_prompts=[
-            Prompt(uid=f"eval:{i}", token_ids=row.token_ids, content=row.content, columns=row.columns)
+            Prompt(
+                uid=f"eval:{i}", token_ids=row.token_ids, content=row.content, columns=row.columns
+            )
             for i, row in enumerate(eval_rows)
         ],
         scorer=scorer,
@@ -211,7 +221,9 @@ def _trainer(
         limit_val_batches=1.0 if num_eval else 0,
         num_sanity_val_steps=0,
         # TensorBoard forgets what an earlier process logged at this step and later ones.
-        logger=TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=resumed_version),
+        logger=TensorBoardLogger(
+            run_dir, name="", version="tensorboard", purge_step=resumed_version
+        ),
         log_every_n_steps=1,
         callbacks=callbacks,
         plugins=[RunCheckpointIO(time_ledger)],
@@ -229,7 +241,10 @@ def _module(config: Config, policy: Any) -> PolicyModule:
     if loss.kl_coef:
         reference = copy_for_engine(policy, torch.float32)
     head = functools.partial(
-        HEADS[loss.objective], clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
+        HEADS[loss.objective],
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
     )
     return PolicyModule(
         policy,
@@ -262,8 +277,8 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Lo
     allowed = getattr(policy.config, "max_position_embeddings", None)
     if allowed is not None and longest > allowed:
         raise ConfigError(
-            f"data.max_prompt_tokens + new tokens = {config.data.max_prompt_tokens} + {new_tokens} = {longest}, but "
-            f"the model of model.path has {allowed} positions"
+            f"data.max_prompt_tokens + new tokens = {config.data.max_prompt_tokens} + {new_tokens} "
+            f"= {longest}, but the model of model.path has {allowed} positions"
         )
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
@@ -316,7 +331,7 @@ def _pace(config: Config) -> Pace:
 
 
 def _forgetting(config: Config) -> Callable[[Sequence[PrefixRescore]], float | None] | None:
-    """How a trajectory's re-scorings become its prefix forgetting score; None if nobody asks for it."""
+    """How a trajectory's re-scorings become its prefix forgetting score; None if nobody asks."""
     if config.admission.policy != "pace" or config.pace.ranking != "effective":
         return None
     return functools.partial(

@@ -43,7 +43,9 @@ def prompts_of(
         ]
 
     held_out = 0 if data.eval_sources else data.held_out
-    train, evaluation = split_held_out(rows_of(data.sources), num_held_out=held_out, seed=config.seed)
+    train, evaluation = split_held_out(
+        rows_of(data.sources), num_held_out=held_out, seed=config.seed
+    )
     if data.eval_sources:
         evaluation = rows_of(data.eval_sources)
     tokenize = functools.partial(
@@ -64,22 +66,32 @@ def prompts_of(
     return train_rows, eval_rows
 
 
-def _tokenizer_fn(config: Config, tokenizer: Any) -> Callable[[str | list[dict[str, str]]], list[int]]:
+def _tokenizer_fn(
+    config: Config, tokenizer: Any
+) -> Callable[[str | list[dict[str, str]]], list[int]]:
     data = config.data
 
     def tokenize(content: str | list[dict[str, str]]) -> list[int]:
         if not data.chat_template:
             if not isinstance(content, str):
-                raise ConfigError("data.chat_template is false, but a prompt is a list of chat messages")
+                raise ConfigError(
+                    "data.chat_template is false, but a prompt is a list of chat messages"
+                )
             return list(tokenizer(content, add_special_tokens=False).input_ids)
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages = (
+            [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        )
         if data.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
         return list(encoded["input_ids"])
 
     if data.chat_template and tokenizer.chat_template is None:
-        raise ConfigError("data.chat_template is true, but the tokenizer of model.path has no chat template")
+        raise ConfigError(
+            "data.chat_template is true, but the tokenizer of model.path has no chat template"
+        )
     return tokenize
 
 

@@ -57,7 +57,10 @@ class ModelConfig:
     """The attention implementation, by the name transformers gives it."""
     gradient_checkpointing: bool = False
     shared_prompts: bool | None = None
-    """Compute the prompt that a group's responses share once. None: yes, unless gradient checkpointing is on."""
+    """Compute the prompt that a group's responses share once.
+
+    None: yes, unless gradient checkpointing is on.
+    """
     logprob_chunk_tokens: int = 1024
     """Tokens whose vocabulary row is held in memory at once."""
 
@@ -168,13 +171,20 @@ class AdmissionConfig:
     """Which ready groups a draw may use."""
 
     policy: str = "all"
-    """``all``: oldest first; ``max_lag``: only groups whose largest lag is at most ``max_lag``; ``pace``: see ``pace``."""
+    """Which ready groups a draw may use.
+
+    ``all``: oldest first; ``max_lag``: no group of a larger lag; ``pace``: see section ``pace``.
+    """
     max_lag: int | None = None
+    """In policy versions; needs a dispatch bound ``rollout.eta`` of at most the same."""
 
 
 @dataclass
 class PaceConfig:
-    """PACE (arXiv:2609.36830): how many ready groups to reject, and which; used with ``admission.policy: pace``."""
+    """PACE (arXiv:2609.36830): how many ready groups to reject, and which.
+
+    Used with ``admission.policy: pace``.
+    """
 
     target_groups: int | None = None
     """Occupancy above which groups are rejected. None: ``trainer.groups_per_step``."""
@@ -204,7 +214,6 @@ class PaceConfig:
     """A trajectory that met no publication: ``raw`` (weight 1) or ``zero`` (has not drifted)."""
     aging_limit: int | None = None
     """A prompt rejected so often is admitted next; an addition to the paper, off by default."""
-    """In policy versions; needs a dispatch bound ``rollout.eta`` of at most the same."""
 
 
 @dataclass

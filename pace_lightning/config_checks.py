@@ -241,15 +241,15 @@ def _pace(config: Config) -> Iterator[str]:
     limit, target = outstanding_limit(config), pace.target_groups or needed
     if limit <= target + pace.reserve_groups:
         yield (
-            f"at most {limit} groups may be outstanding, so the pool can never exceed pace.target_groups {target} + "
-            f"pace.reserve_groups {pace.reserve_groups}: PACE would never reject; raise "
-            "rollout.max_outstanding_groups or rollout.eta"
+            f"at most {limit} groups may be outstanding, so the pool can never exceed "
+            f"pace.target_groups {target} + pace.reserve_groups {pace.reserve_groups}: PACE would "
+            "never reject; raise rollout.max_outstanding_groups or rollout.eta"
         )
     window = pace_window(config)
     if window < pace.window_minimum:
         yield (
-            f"pace.window is {window}, smaller than pace.window_minimum {pace.window_minimum}: the percentile "
-            "would never be used"
+            f"pace.window is {window}, smaller than pace.window_minimum {pace.window_minimum}: the "
+            "percentile would never be used"
         )
 
 
@@ -286,8 +286,8 @@ def _engine(config: Config) -> Iterator[str]:
 def _model(config: Config) -> Iterator[str]:
     if config.model.shared_prompts and config.model.gradient_checkpointing:
         yield (
-            "model.shared_prompts and model.gradient_checkpointing are both true, but the first keeps the keys and "
-            "values that the second recomputes; choose one"
+            "model.shared_prompts and model.gradient_checkpointing are both true, but the first "
+            "keeps the keys and values that the second recomputes; choose one"
         )
 
 

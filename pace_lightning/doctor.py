@@ -44,8 +44,10 @@ def doctor(conf: str, emit: Callable[[str], None]) -> int:
 
 
 def _python() -> str:
-    if sys.version_info < (3, 11):
-        raise RuntimeError(f"Python {platform.python_version()}; install 3.11 or newer and run `make setup`")
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever asks may run an older one
+        raise RuntimeError(
+            f"Python {platform.python_version()}; install 3.11 or newer and run `make setup`"
+        )
     return platform.python_version()
 
 
@@ -54,9 +56,14 @@ def _package(name: str) -> str:
         found = version(name)
     except PackageNotFoundError as error:
         raise RuntimeError("not installed; run `make setup`") from error
-    pinned = next((r.split("==")[1] for r in requires("pace_lightning") or () if r.startswith(f"{name}==")), found)
+    pinned = next(
+        (r.split("==")[1] for r in requires("pace_lightning") or () if r.startswith(f"{name}==")),
+        found,
+    )
     if found.split("+")[0] != pinned:
-        raise RuntimeError(f"{found} is installed, {pinned} is what this version was tested with; run `make setup`")
+        raise RuntimeError(
+            f"{found} is installed, {pinned} is what this version was tested with; run `make setup`"
+        )
     return found
 
 
@@ -72,7 +79,9 @@ def _device() -> str:
 def _disk() -> str:
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     if free < 5:
-        raise RuntimeError(f"{free:.1f} GiB free in {Path.cwd()}; checkpoints need several, make room")
+        raise RuntimeError(
+            f"{free:.1f} GiB free in {Path.cwd()}; checkpoints need several, make room"
+        )
     return f"{free:.0f} GiB free"
 
 

@@ -1,4 +1,7 @@
-"""The commands behind the command line: train, resume, evaluate; and the files they leave in the run directory."""
+"""The commands behind the command line: train, resume, evaluate.
+
+And the files they leave in the run directory.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from pace_lightning.config_explain import run_directory
 from pace_lightning.config_load import load, to_yaml
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.groups import NothingToLearnError
+from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
 from pace_lightning.training.monitors import keep_lines_before, log_metrics
 
 Emit = Callable[[str], None]
@@ -29,12 +33,19 @@ def train(config: Config, emit: Emit) -> int:
     run_dir = run_directory(config, datetime.now())
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
-            f"run_dir {run_dir} already holds a run; resume it (`python -m pace_lightning resume {run_dir}`) or choose "
-            "another run_dir"
+            f"run_dir {run_dir} already holds a run; resume it (`python -m pace_lightning resume "
+            f"{run_dir}`) or choose another run_dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
-    return _fit(config, run_dir, emit, checkpoint=None)
+    try:
+        return _fit(config, run_dir, emit, checkpoint=None)
+    except ConfigError:  # nothing was started: leave nothing behind that looks like a run
+        for name in ("config.yaml", "summary.json"):
+            (run_dir / name).unlink(missing_ok=True)
+        if not any(run_dir.iterdir()):
+            run_dir.rmdir()
+        raise
 
 
 def resume(run_dir: Path, emit: Emit) -> int:
@@ -53,7 +64,7 @@ def evaluate(config: Config, emit: Emit) -> int:
     run_dir = run_directory(config, datetime.now())
     run_dir.mkdir(parents=True, exist_ok=True)
     _quiet()
-    experiment = build(config, run_dir, emit=emit)
+    experiment = _build(config, run_dir, emit)
     if not experiment.num_eval_prompts:
         raise ConfigError("nothing to evaluate: set data.held_out or data.eval_sources")
     experiment.trainer.loggers = []  # run_dir may hold a run, whose curves this is no point of
@@ -78,7 +89,8 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
     ]
     if not files:
         raise ConfigError(
-            f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); start a new run instead"
+            f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); "
+            "start a new run instead"
         )
     for *_, path in sorted(files, reverse=True):
         try:
@@ -87,7 +99,8 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
         except Exception as error:
             emit(f"{path} cannot be read, trying the one before it: {error!r:.200}")
     raise ConfigError(
-        f"none of the {len(files)} checkpoints in {run_dir / 'checkpoints'} can be read; start a new run instead"
+        f"none of the {len(files)} checkpoints in {run_dir / 'checkpoints'} can be read; start a "
+        "new run instead"
     )
 
 
@@ -119,11 +132,12 @@ def _fit(
     experiment: Experiment | None = None
     after: dict[str, float] | None = None
     try:
-        # Curves are cut at the resumed version, but the evaluation of just that version is not made again.
+        # Curves are cut at the resumed version, but the evaluation of just that version is not made
+        # again.
         evaluation: dict[str, float] = {}
         if version is not None and version < config.trainer.steps:
             evaluation = _plotted_evaluation(run_dir, version)
-        experiment = build(config, run_dir, emit=emit, resumed_version=version)
+        experiment = _build(config, run_dir, emit, version)
         if version is not None and evaluation:
             log_metrics(experiment.trainer, evaluation, version)
         emit(f"run directory {run_dir}")
@@ -172,6 +186,28 @@ def _fit(
             _print_summary(summary, run_dir, emit)
 
 
+def _build(
+    config: Config, run_dir: Path, emit: Emit, version: PolicyVersion | None = None
+) -> Experiment:
+    """Build, and start the scoring processes.
+
+    What is wrong with data, model or reward function shows here.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    try:
+        experiment = build(config, run_dir, emit=emit, resumed_version=version)
+        try:
+            experiment.datamodule.start_scoring()
+        except BaseException:
+            experiment.datamodule.close()
+            raise
+    except (ValueError, OSError, ScorerError, ScorerTimeout) as error:
+        raise ConfigError(str(error)) from error
+    return experiment
+
+
 def _validate(experiment: Experiment) -> dict[str, float]:
     experiment.trainer.validate(experiment.module, datamodule=experiment.datamodule, verbose=False)
     return experiment.datamodule.evaluations[experiment.trainer.global_step]
@@ -187,7 +223,9 @@ def _account(experiment: Experiment, after: dict[str, float] | None) -> dict[str
         "pass_rate_after": after and after["pass_rate"],
         "tokens_generated": datamodule.tokens_generated,
         "tokens_trained": datamodule.tokens_trained,
-        "seconds": {part: round(value, 3) for part, value in experiment.time_ledger.seconds().items()},
+        "seconds": {
+            part: round(value, 3) for part, value in experiment.time_ledger.seconds().items()
+        },
         "staleness": {
             "generation": None if staleness is None else staleness.generation,
             "waiting": None if staleness is None else staleness.waiting,
@@ -214,8 +252,14 @@ def _print_summary(summary: dict[str, Any], run_dir: Path, emit: Emit) -> None:
             f"  staleness (versions) {summary['staleness']['generation']:.2f} generation + "
             f"{summary['staleness']['waiting']:.2f} waiting"
         )
-    emit(f"  tokens               {summary['tokens_generated']} generated, {summary['tokens_trained']} trained")
-    emit("  groups               " + ", ".join(f"{count} {fate}" for fate, count in summary["fates"].items()))
+    emit(
+        f"  tokens               {summary['tokens_generated']} generated, "
+        f"{summary['tokens_trained']} trained"
+    )
+    emit(
+        "  groups               "
+        + ", ".join(f"{count} {fate}" for fate, count in summary["fates"].items())
+    )
     parts = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items() if part != "total")
     emit(f"  seconds              {seconds['total']:.0f} = {parts}")
     emit(f"  written to           {run_dir}")
@@ -223,7 +267,12 @@ def _print_summary(summary: dict[str, Any], run_dir: Path, emit: Emit) -> None:
 
 def _quiet() -> None:
     """Silence what libraries tell about themselves; what concerns the run is said by the run."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "transformers", "ContinuousBatchingLogger"):
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.pytorch",
+        "transformers",
+        "ContinuousBatchingLogger",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     import transformers

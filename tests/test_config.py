@@ -430,7 +430,9 @@ def test_the_edge_of_what_is_possible_is_accepted(folder, overrides):
 
 
 def test_all_problems_are_reported_at_once(folder):
-    text = refusal(folder, VALID, "trainer.steps=0", "loss.objective=gpro", "trainer.micro_batches=0")
+    text = refusal(
+        folder, VALID, "trainer.steps=0", "loss.objective=gpro", "trainer.micro_batches=0"
+    )
     assert text.startswith("3 problems in the configuration:\n  - ")
     assert len(text.splitlines()) == 4
 

@@ -1,10 +1,12 @@
 """Which ready groups a draw may use.
 
-A policy is pure: it is asked by the pool, under the pool's lock, and answers from its arguments alone. What it has to
-remember between draws is an immutable state that the pool holds for it and hands back.
+A policy is pure: it is asked by the pool, under the pool's lock, and answers from its arguments
+alone. What it has to remember between draws is an immutable state that the pool holds for it and
+hands back.
 
     begin    once per draw, before any wait, with the occupancy at that moment
-    select   each time enough groups are ready; may admit fewer than were asked for, then the draw goes on waiting
+    select   each time enough groups are ready; may admit fewer than were asked for, then the draw
+             goes on waiting
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ class Selection:
     admitted: tuple[int, ...]
     rejected: tuple[tuple[int, Fate], ...] = ()
     staleness: tuple[Sequence[StalenessDecomposition], ...] = ()
-    """Of the trajectories of each candidate, if the policy has worked it out; saves the report's time."""
+    """Of the trajectories of each candidate.
+
+    Given if the policy has worked it out; saves the report's time.
+    """
     scores: tuple[float, ...] = ()
-    """Effective staleness of each candidate, in versions, if the policy knows it; for the report."""
+    """Effective staleness of each candidate, in versions.
+
+    For the report, if the policy knows it.
+    """
     warning: str | None = None
     """What is wrong with how the draws go, and what to change; for the report."""
 
@@ -104,7 +112,7 @@ class AdmitAll(_Memoryless):
 
     examines_all = False
 
-    def begin(self, *, needed: int, occupancy: int, state: Any) -> tuple[int, Any]:  # noqa: ARG002
+    def begin(self, *, needed: int, occupancy: int, state: Any) -> tuple[int, Any]:
         """Nothing may be rejected."""
         return 0, state
 
@@ -123,11 +131,11 @@ class AdmitAll(_Memoryless):
 
 
 class MaxLag(_Memoryless):
-    """A hard limit: a group is admitted if the largest lag of its trajectories is at most ``max_lag``.
+    """A hard limit: admits a group if the largest lag of its trajectories is at most ``max_lag``.
 
-    The controlled Stale-k setting of PACE (arXiv:2609.36830, section 2). Groups over the limit leave as
-    ``too_stale``: their lag can only grow. Pair it with a dispatch bound of the same size (``rollout.eta``),
-    otherwise nearly everything that is generated gets discarded.
+    The controlled Stale-k setting of PACE (arXiv:2609.36830, section 2). Groups over the limit
+    leave as ``too_stale``: their lag can only grow. Pair it with a dispatch bound of the same size
+    (``rollout.eta``), otherwise nearly everything that is generated gets discarded.
 
     Args:
         max_lag: ``k`` in policy versions; 0 admits on-policy data only.
@@ -143,7 +151,7 @@ class MaxLag(_Memoryless):
             raise ValueError(f"max_lag is {max_lag}; a lag cannot be below 0")
         self.max_lag = max_lag
 
-    def begin(self, *, needed: int, occupancy: int, state: Any) -> tuple[int, Any]:  # noqa: ARG002
+    def begin(self, *, needed: int, occupancy: int, state: Any) -> tuple[int, Any]:
         """The limit is hard, so the budget does not apply to it."""
         return 0, state
 

@@ -84,6 +84,7 @@ class TrainBatch:
             behavior_logprobs: log mu in float32, 0 where nothing was sampled; shape ``(N, T)``.
             advantages: float32, 0 where nothing was sampled; shape ``(N, T)``.
             token_versions: ``v_t`` in int32, -1 where nothing was sampled; shape ``(N, T)``.
+            prompt_lengths: int64, tokens of each row's prompt; shape ``(N,)``.
             version: ``j``, the policy version that this batch trains.
             num_tokens_global: trained tokens of the whole draw.
             num_sequences_global: rows of the whole draw with at least one trained token.
@@ -153,8 +154,8 @@ def collate(
         std_ddof: as there.
         mask_truncated: if True, truncated responses carry no loss (overlong filtering). They still
             count in the baseline of their group.
-        keep_groups: if True, rows are sorted group by group, so that the responses to one prompt share a
-            micro-batch where that is possible, and the prompt needs to be computed once.
+        keep_groups: if True, rows are sorted group by group, so that the responses to one prompt
+            share a micro-batch where that is possible, and the prompt needs to be computed once.
         report: handed on with each micro-batch.
 
     Returns:
@@ -191,7 +192,9 @@ def collate(
         _zero_weight_row(pad_token_id) for _ in range(max(0, num_micro_batches - len(rows)))
     )
     if keep_groups:
-        longest = [max(row.num_tokens for row in rows if row.group == g) for g in range(len(groups))]
+        longest = [
+            max(row.num_tokens for row in rows if row.group == g) for g in range(len(groups))
+        ]
         rows.sort(key=lambda row: (-row.padded_to(longest), row.group, -row.num_tokens))
         parts = balanced_split([row.padded_to(longest) for row in rows], num_micro_batches)
     else:
@@ -326,7 +329,9 @@ def _rows_of(
 
 def _zero_weight_row(pad_token_id: int) -> _Row:
     """A row that is attended to, so that no softmax is empty, and trains nothing."""
-    return _Row((pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), advantage=0.0, trained=False, group=-1)
+    return _Row(
+        (pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), advantage=0.0, trained=False, group=-1
+    )
 
 
 def _fill(lengths: Sequence[int], capacity: int, num_parts: int) -> list[range] | None:

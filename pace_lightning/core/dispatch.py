@@ -1,7 +1,7 @@
 """How much may be generated ahead of training.
 
-The pool never blocks the producer, so this is where back-pressure is applied: before a prompt is dispatched.
-All counts are in groups.
+The pool never blocks the producer, so this is where back-pressure is applied: before a prompt is
+dispatched. All counts are in groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ class DispatchCounts:
     ready: int
     """In the pool, not yet drawn."""
     accepted: int
-    """Ever put into the pool, those drawn since included; groups rejected from the pool do not count."""
+    """Ever put into the pool, those drawn since included.
+
+    Groups rejected from the pool do not count.
+    """
     version: PolicyVersion
     """The trainer's version after its last publication."""
 
@@ -38,7 +41,8 @@ class Dispatch(Protocol):
 class FixedSlots:
     """At most ``slots`` groups in flight or ready.
 
-    In steady state a step uses B groups, so a group waits about ``slots / B`` steps between dispatch and use.
+    In steady state a step uses B groups, so a group waits about ``slots / B`` steps between
+    dispatch and use.
 
     Raises:
         ValueError: if ``slots`` is not positive.
@@ -58,12 +62,13 @@ class FixedSlots:
 
 @dataclass(frozen=True, slots=True)
 class AheadBound:
-    """AReaL's staleness control (arXiv:2505.24298): generation may lead training by ``eta`` versions.
+    """AReaL's staleness control (arXiv:2505.24298): generation leads by at most ``eta`` versions.
 
         capacity = (eta + version + 1) * B - (accepted + in_flight), and no more than the free slots
 
-    It bounds the lead of the whole system, not the lag of one sample: a rollout that takes more than ``eta`` steps
-    exceeds it. ``eta`` = 0 is synchronous training: B groups for version i, and none before i is published.
+    It bounds the lead of the whole system, not the lag of one sample: a rollout that takes more
+    than ``eta`` steps exceeds it. ``eta`` = 0 is synchronous training: B groups for version i, and
+    none before i is published.
 
     Attributes:
         eta: versions that generation may run ahead.
@@ -85,8 +90,8 @@ class AheadBound:
         """Refuse a rule that could never dispatch a whole batch."""
         if self.eta < 0 or self.groups_per_step < 1:
             raise ValueError(
-                f"eta is {self.eta} and groups_per_step is {self.groups_per_step}; eta must be at least 0 "
-                "(synchronous) and a step must use at least one group"
+                f"eta is {self.eta} and groups_per_step is {self.groups_per_step}; eta must be at "
+                "least 0 (synchronous) and a step must use at least one group"
             )
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"slots is {self.slots}; nothing would ever be generated")

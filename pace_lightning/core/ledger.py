@@ -1,7 +1,7 @@
 """Every leased prompt ends in exactly one fate, or is pending.
 
-Counted in groups, with the sampled tokens beside them. Written by the rollout thread and by the trainer's thread, hence
-a lock of its own, held for a few additions only.
+Counted in groups, with the sampled tokens beside them. Written by the rollout thread and by the
+trainer's thread, hence a lock of its own, held for a few additions only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Ledger:
         with self._lock:
             if uid not in self._open:
                 raise ValueError(
-                    f"prompt {uid} was settled as {fate} but is not out: it was never leased, or settled before"
+                    f"prompt {uid} was settled as {fate} but is not out: it was never leased, or "
+                    "settled before"
                 )
             self._open.remove(uid)
             self._groups[fate] += 1
@@ -77,7 +78,8 @@ class Ledger:
             settled = sum(self._groups.values())
             if self._leased != settled + len(self._open):
                 raise AssertionError(
-                    f"{self._leased} prompts were leased, but {settled} settled and {len(self._open)} pending"
+                    f"{self._leased} prompts were leased, but {settled} settled and "
+                    f"{len(self._open)} pending"
                 )
 
     def groups(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens under a causal language model, in little memory.
 
-Shapes: N sequences, T positions, P distinct prompts, R response positions, H hidden size, V vocabulary,
-M tokens under the loss mask. The model is anything with the interface of a Hugging Face causal LM:
-``base_model``, ``get_output_embeddings()``, and a key-value cache for shared prompts.
+Shapes: N sequences, T positions, P distinct prompts, R response positions, H hidden size, V
+vocabulary, M tokens under the loss mask. The model is anything with the interface of a Hugging Face
+causal LM: ``base_model``, ``get_output_embeddings()``, and a key-value cache for shared prompts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the tokens under the loss mask, and the entropy of their distributions.
 
-    Only positions that predict such a token reach the vocabulary, ``chunk_tokens`` at a time; each chunk is recomputed in
-    the backward pass, so that memory grows with ``chunk_tokens x V`` and not with ``N x T x V``.
+    Only positions that predict such a token reach the vocabulary, ``chunk_tokens`` at a time; each
+    chunk is recomputed in the backward pass, so that memory grows with ``chunk_tokens x V`` and not
+    with ``N x T x V``.
 
     Args:
         model: a causal LM with a base model and an output head.
@@ -38,14 +39,17 @@ def token_logprobs(
         chunk_tokens: tokens per chunk.
 
     Returns:
-        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the entropies in nats, same shape, detached.
+        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the entropies in nats,
+        same shape, detached.
 
     Raises:
         ValueError: if the mask covers position 0, which nothing predicts.
     """
     if bool(loss_mask[:, 0].any()):
         raise ValueError("loss_mask covers position 0, but no position predicts the first token")
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[
+        0
+    ]
     predicting = loss_mask[:, 1:]
     selected = hidden[:, :-1][predicting]  # (M, H), row by row
     return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens)
@@ -63,9 +67,10 @@ def shared_prompt_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The same as `token_logprobs`, with each distinct prompt computed once.
 
-    The distinct prompts run first and leave keys and values; the responses then run on top of those of their prompt, and
-    gradients flow back through them. With G short answers to one prompt, this saves most of the arithmetic. Needs a model
-    that takes a key-value cache while training, so not gradient checkpointing.
+    The distinct prompts run first and leave keys and values; the responses then run on top of those
+    of their prompt, and gradients flow back through them. With G short answers to one prompt, this
+    saves most of the arithmetic. Needs a model that takes a key-value cache while training, so not
+    gradient checkpointing.
 
     Args:
         model: as there.
@@ -79,7 +84,7 @@ def shared_prompt_logprobs(
     Returns:
         As there, equal up to float rounding.
     """
-    num_rows, width = input_ids.shape
+    _num_rows, width = input_ids.shape
     position = torch.arange(width, device=input_ids.device)
     in_prompt = position < prompt_lengths[:, None]
     if bool((loss_mask & in_prompt).any()):
@@ -91,13 +96,17 @@ def shared_prompt_logprobs(
     prompts, of_row = torch.unique(prompts, dim=0, return_inverse=True)
     prompt_mask = (prompts >= 0).long()
     if longest_response < 1:
-        return token_logprobs(model, input_ids, attention_mask, loss_mask, chunk_tokens=chunk_tokens)
+        return token_logprobs(
+            model, input_ids, attention_mask, loss_mask, chunk_tokens=chunk_tokens
+        )
     output = model.base_model(
         input_ids=prompts.clamp(min=0), attention_mask=prompt_mask, use_cache=True
     )
     last = output[0][torch.arange(len(prompts)), prompt_mask.sum(1) - 1]  # (P, H)
     predicting = last[of_row][:, None]  # (N, 1, H): predicts the first response token
-    response_positions = prompt_lengths[:, None] + torch.arange(longest_response, device=input_ids.device)
+    response_positions = prompt_lengths[:, None] + torch.arange(
+        longest_response, device=input_ids.device
+    )
     gather = response_positions.clamp(max=width - 1)
     if longest_response > 1:
         feed = gather[:, :-1]
@@ -118,15 +127,28 @@ def shared_prompt_logprobs(
 
 
 def _scatter(
-    model: Any, selected: Tensor, input_ids: Tensor, loss_mask: Tensor, temperature: float, chunk_tokens: int
+    model: Any,
+    selected: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    temperature: float,
+    chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at the masked positions from the hidden states ``(M, H)`` that predict them."""
+    """Log-probs and entropies at the masked positions.
+
+    Computed from the hidden states ``(M, H)`` that predict them.
+    """
     targets = input_ids[loss_mask]  # (M,), row by row like the hidden states
     head = model.get_output_embeddings()
-    parts = [
-        checkpoint(_chunk, head, h, t, temperature, use_reentrant=False)
-        for h, t in zip(torch.split(selected, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
-    ]
+    chunks = list(
+        zip(torch.split(selected, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
+    )
+    if len(chunks) == 1:  # fits as a whole: nothing to recompute
+        parts = [_chunk(head, *chunks[0], temperature)]
+    else:
+        parts = [
+            checkpoint(_chunk, head, h, t, temperature, use_reentrant=False) for h, t in chunks
+        ]
     logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32, device=selected.device)
     entropies = torch.zeros_like(logprobs)
     if parts:
@@ -135,7 +157,9 @@ def _scatter(
     return logprobs, entropies
 
 
-def _chunk(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature
     everything = F.log_softmax(logits, dim=-1)
     chosen = everything.gather(-1, targets[:, None]).squeeze(-1)

@@ -1,8 +1,9 @@
 """The trajectory pool: finished groups that wait to be trained on.
 
-One lock, one condition. The rollout thread calls `put`, `fail` and `close`, and never waits; the trainer's thread calls
-`draw`, and waits for enough groups, an error, the end of the data or its deadline, whichever comes first. What may be
-drawn is decided by an admission policy, a pure function that runs under the lock.
+One lock, one condition. The rollout thread calls `put`, `fail` and `close`, and never waits; the
+trainer's thread calls `draw`, and waits for enough groups, an error, the end of the data or its
+deadline, whichever comes first. What may be drawn is decided by an admission policy, a pure
+function that runs under the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pace_lightning.core.staleness import (
 from pace_lightning.core.trajectory import Fate, PolicyVersion, TrajectoryGroup
 
 
-class EndOfGroups(Exception):  # noqa: N818 - not an error: the data ended
+class EndOfGroups(Exception):  # not an error: the data ended
     """The prompt stream is through and fewer groups are left than a step needs."""
 
 
@@ -62,7 +63,10 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class DrawReport:
-    """What one draw saw and did; one line of ``draws.jsonl``. Counts in groups, staleness in policy versions."""
+    """What one draw saw and did; one line of ``draws.jsonl``.
+
+    Counts in groups, staleness in policy versions.
+    """
 
     version: PolicyVersion
     """``j``: the trainer version that consumes the draw."""
@@ -162,13 +166,19 @@ class TrajectoryPool:
             self._changed.notify_all()
 
     def discount(self, num_groups: int) -> None:
-        """Drawn groups were dropped without a step: others may take their place. Called by the trainer's thread."""
+        """Drawn groups were dropped without a step: others may take their place.
+
+        Called by the trainer's thread.
+        """
         with self._changed:
             self._accepted -= num_groups
             self.on_change()
 
     def fail(self, error: BaseException) -> None:
-        """The producer died: every present and future draw raises ``error``. The first error stays."""
+        """The producer died: every present and future draw raises ``error``.
+
+        The first error stays.
+        """
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -181,9 +191,23 @@ class TrajectoryPool:
             self._changed.notify_all()
 
     def draw(
-        self, num_groups: int, *, version: PolicyVersion, timeout_seconds: float
+        self,
+        num_groups: int,
+        *,
+        version: PolicyVersion,
+        timeout_seconds: float,
+        again: bool = False,
     ) -> tuple[list[TrajectoryGroup], DrawReport]:
-        """Take exactly ``num_groups`` groups for the step at ``version``. Called by the trainer's thread; waits.
+        """Take exactly ``num_groups`` groups for the step at ``version``.
+
+        Called by the trainer's thread; waits.
+
+        Args:
+            num_groups: how many.
+            version: ``j``.
+            timeout_seconds: how long to wait.
+            again: this repeats a draw for the same step: the policy is not asked for another
+                budget, and nothing is rejected under it.
 
         Raises:
             EndOfGroups: if the pool is closed and cannot fill the draw.
@@ -195,9 +219,11 @@ class TrajectoryPool:
         admitted, rejected = _Share(version), _Share(version)
         with self._changed:
             occupancy_before = len(self._ready)
-            budget, self._policy_state = self._policy.begin(
-                needed=num_groups, occupancy=occupancy_before, state=self._policy_state
-            )
+            budget = 0
+            if not again:
+                budget, self._policy_state = self._policy.begin(
+                    needed=num_groups, occupancy=occupancy_before, state=self._policy_state
+                )
             try:
                 beyond, warning = self._collect(
                     num_groups, version, budget, admitted, rejected, deadline
@@ -244,7 +270,10 @@ class TrajectoryPool:
             return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The admission policy's memory. Ready groups are not part of it: their prompts are leased again."""
+        """The admission policy's memory.
+
+        Ready groups are not part of it: their prompts are leased again.
+        """
         with self._changed:
             return {"policy_state": self._policy.state_to_primitives(self._policy_state)}
 
@@ -253,8 +282,8 @@ class TrajectoryPool:
 
         Args:
             state: from `state_dict`.
-            accepted: groups that count as accepted so far, i.e. version x groups per step; without it a dispatch
-                rule that bounds the lead would let a burst through.
+            accepted: groups that count as accepted so far, i.e. version x groups per step; without
+                it a dispatch rule that bounds the lead would let a burst through.
         """
         with self._changed:
             self._policy_state = self._policy.state_from_primitives(state["policy_state"])
@@ -271,13 +300,15 @@ class TrajectoryPool:
         rejected: _Share,
         deadline: float,
     ) -> tuple[int, str | None]:
-        """Fill both shares; return how many ready groups were not looked at, and the policy's warning."""
+        """Fill both shares; return how many ready groups were not looked at, and a warning."""
         while True:
             needed = num_groups - len(admitted)
             self._wait_for(needed, deadline, num_groups, version)
             occupancy = len(self._ready)
             budget_left = max(0, min(budget - len(rejected), occupancy - needed))
-            window = occupancy if self._policy.examines_all else min(needed + budget_left, occupancy)
+            window = (
+                occupancy if self._policy.examines_all else min(needed + budget_left, occupancy)
+            )
             selection, self._policy_state = self._policy.select(
                 list(islice(self._ready, window)),
                 needed=needed,
@@ -296,18 +327,21 @@ class TrajectoryPool:
                 self._settle(group.prompt.uid, fate, group.num_tokens)
             if len(admitted) == num_groups:
                 return occupancy - window, selection.warning
-            self.on_change()  # rejections freed slots, and the draw is about to wait for them to be filled
+            # rejections freed slots, and the draw is about to wait for them to be filled
+            self.on_change()
 
-    def _wait_for(self, needed: int, deadline: float, num_groups: int, version: PolicyVersion) -> None:
+    def _wait_for(
+        self, needed: int, deadline: float, num_groups: int, version: PolicyVersion
+    ) -> None:
         while self._error is None and len(self._ready) < needed and not self._closed:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 missing = needed - len(self._ready)
                 raise DrawTimeoutError(
                     f"step {version} waited for {num_groups} groups past its deadline: "
-                    f"{num_groups - missing} ready, {missing} missing. The trainer waits for the rollout "
-                    f"thread: {self.describe_producer()}. "
-                    "If generation is just slow, raise trainer.draw_timeout_seconds."
+                    f"{num_groups - missing} ready, {missing} missing. The trainer waits for the "
+                    f"rollout thread: {self.describe_producer()}. If generation is just slow, "
+                    "raise trainer.draw_timeout_seconds."
                 )
             self._changed.wait(remaining)
         if self._error is not None:
@@ -321,7 +355,7 @@ class TrajectoryPool:
     def _remove(
         self, window: int, admitted: Iterable[int], rejected: Iterable[tuple[int, Fate]]
     ) -> list[TrajectoryGroup]:
-        """Take the oldest ``window`` groups out and put back those that were not chosen, in their order."""
+        """Take out the oldest ``window`` groups; put back those not chosen, in their order."""
         candidates = [self._ready.popleft() for _ in range(window)]
         gone = {*admitted, *(position for position, _ in rejected)}
         stay = [group for position, group in enumerate(candidates) if position not in gone]

@@ -39,7 +39,10 @@ class StalenessDecomposition:
 
 
 def decompose(
-    token_versions: Sequence[PolicyVersion], *, completed_at: PolicyVersion, consumed_at: PolicyVersion
+    token_versions: Sequence[PolicyVersion],
+    *,
+    completed_at: PolicyVersion,
+    consumed_at: PolicyVersion,
 ) -> StalenessDecomposition:
     """Split the mean policy lag of one trajectory (PACE, lemma 1).
 
@@ -69,18 +72,23 @@ def decompose(
     )
 
 
-def group_staleness(group: TrajectoryGroup, consumed_at: PolicyVersion) -> list[StalenessDecomposition]:
-    """Staleness of each trajectory of a group at version ``consumed_at``, each with its own ``c``."""
+def group_staleness(
+    group: TrajectoryGroup, consumed_at: PolicyVersion
+) -> list[StalenessDecomposition]:
+    """Staleness of a group's trajectories at version ``consumed_at``, each with its own ``c``."""
     parts = []
     for t in group.trajectories:
         completed_at = t.completed_at
         if completed_at > consumed_at:
             raise ValueError(
-                f"a trajectory of group {group.prompt.uid} completed at version {completed_at}, after it is "
-                f"consumed at {consumed_at}: the clocks of generation and trainer disagree"
+                f"a trajectory of group {group.prompt.uid} completed at version {completed_at}, "
+                f"after it is consumed at {consumed_at}: the clocks of generation and trainer "
+                "disagree"
             )
         # `decompose`, from what the trajectory has checked and kept
-        parts.append(StalenessDecomposition(completed_at - t.mean_version, consumed_at - completed_at))
+        parts.append(
+            StalenessDecomposition(completed_at - t.mean_version, consumed_at - completed_at)
+        )
     return parts
 
 

@@ -15,7 +15,7 @@ PolicyVersion = int
 """Number of optimizer steps behind a set of weights; the clock of the system."""
 
 
-class EndOfData(Exception):  # noqa: N818 - an event, not an error
+class EndOfData(Exception):  # an event, not an error
     """All prompts of all epochs have been leased."""
 
 
@@ -59,7 +59,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One response, token by token. All per-token tuples have length T >= 1, the number of sampled tokens."""
+    """One response, token by token.
+
+    All per-token tuples have length T >= 1, the number of sampled tokens.
+    """
 
     token_ids: tuple[int, ...]
     token_versions: tuple[PolicyVersion, ...]
@@ -84,25 +87,27 @@ class Trajectory:
         lengths = (len(self.token_ids), len(self.token_versions), len(self.behavior_logprobs))
         if len(set(lengths)) != 1 or lengths[0] == 0:
             raise ValueError(
-                "a trajectory needs one version and one behavior log-prob per sampled token, and at least one "
-                f"token; got {lengths[0]} tokens, {lengths[1]} versions, {lengths[2]} log-probs"
+                "a trajectory needs one version and one behavior log-prob per sampled token, and "
+                f"at least one token; got {lengths[0]} tokens, {lengths[1]} versions, {lengths[2]} "
+                "log-probs"
             )
         # not(x <= 0) is also true for NaN
         bad = [t for t, logprob in enumerate(self.behavior_logprobs) if not -1e30 < logprob <= 1e-6]
         if bad:
             raise ValueError(
-                f"behavior log-prob of token {bad[0]} is {self.behavior_logprobs[bad[0]]}; expected a finite "
-                "number <= 0: the engine's output cannot be trained on"
+                f"behavior log-prob of token {bad[0]} is {self.behavior_logprobs[bad[0]]}; "
+                "expected a finite number <= 0: the engine's output cannot be trained on"
             )
         if max(self.token_versions) > self.completed_at:
             raise ValueError(
-                f"a token was sampled at version {max(self.token_versions)}, after the trajectory completed at "
-                f"version {self.completed_at}: the clocks of engine and trainer disagree"
+                f"a token was sampled at version {max(self.token_versions)}, after the trajectory "
+                f"completed at version {self.completed_at}: the clocks of engine and trainer "
+                "disagree"
             )
         if self.prefix_forgetting is not None and not 0 <= self.prefix_forgetting < math.inf:
             raise ValueError(
-                f"prefix_forgetting is {self.prefix_forgetting}; expected a finite number >= 0, or None "
-                "if no prefix was re-scored"
+                f"prefix_forgetting is {self.prefix_forgetting}; expected a finite number >= 0, or "
+                "None if no prefix was re-scored"
             )
         object.__setattr__(self, "mean_version", sum(self.token_versions) / lengths[0])
 

@@ -1,7 +1,7 @@
 """What the rollout thread asks of a generation engine, whichever it is.
 
-Token ids in, token ids out. An engine is driven from one event loop, that of the rollout thread; it may run its own
-threads or processes behind it.
+Token ids in, token ids out. An engine is driven from one event loop, that of the rollout thread; it
+may run its own threads or processes behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class RequestError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. The distribution is the whole softmax at ``temperature``: nothing is cut off."""
+    """How to sample.
+
+    The distribution is the whole softmax at ``temperature``: nothing is cut off.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -54,7 +57,10 @@ class RolloutEngine(Protocol):
     """A generator whose weights can be replaced while it generates."""
 
     num_threads: int | None
-    """Intra-op threads of a step on CPU, changeable at any time; None if the engine manages its own."""
+    """Intra-op threads of a step on CPU, changeable at any time.
+
+    None if the engine manages its own.
+    """
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """Become ready.
@@ -67,7 +73,9 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def generate(self, prompt: Sequence[int], *, n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+    ) -> list[Completion]:
         """Sample ``n`` responses to one prompt. Cancelling the call frees the engine of the work.
 
         Raises:
@@ -77,7 +85,10 @@ class RolloutEngine(Protocol):
         ...
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """No token flows inside the context; running requests continue after it, also after an error."""
+        """No token flows inside the context.
+
+        Running requests continue after it, also after an error.
+        """
         ...
 
     async def load_weights(self, weights: Mapping[str, Tensor], *, version: PolicyVersion) -> None:
@@ -93,10 +104,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def rescore_prefixes(self) -> None:
-        """Score what exists of each unfinished response under the present weights; call it while paused.
+        """Score what exists of each unfinished response under the present weights.
 
-        The log-probs are of the same distribution as those that `generate` returns, temperature included. The results
-        arrive with the completions.
+        Call it while paused. The log-probs are of the same distribution as those that `generate`
+        returns, temperature included. The results arrive with the completions.
         """
         ...
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pace_lightning.core.pace import PrefixRescore
@@ -28,6 +29,24 @@ class ScoringFailedError(Exception):
     def __init__(self, message: str, fate: Fate) -> None:
         super().__init__(message)
         self.fate = fate
+
+
+def nothing_to_learn(num_groups: int, scores: Collection[float]) -> NothingToLearnError:
+    """The error after ``num_groups`` groups in a row with equal scores; ``scores`` are theirs."""
+    mean = sum(scores) / len(scores)
+    return NothingToLearnError(
+        f"nothing to learn: pass rate {mean:.2f} on the last {num_groups} groups, each with "
+        "equal rewards. The task is too hard or solved, or the reward function is wrong "
+        "(trainer.max_empty_groups, trainer.on_nothing_to_learn)"
+    )
+
+
+def too_many_failures(num_groups: int, prompt: Prompt, fate: Fate, why: str) -> RuntimeError:
+    """The error after ``num_groups`` groups in a row failed; the rest describes the latest."""
+    return RuntimeError(
+        f"the last {num_groups} groups all failed or timed out; the latest, prompt "
+        f"{prompt.uid}, {fate}: {why}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +126,20 @@ def build_group(
     )
 
 
+@contextmanager
+def temporary_threads(engine: RolloutEngine, num_threads: int | None) -> Iterator[None]:
+    """The engine uses ``num_threads`` inside the context, if both it and the caller set one."""
+    before = engine.num_threads
+    if num_threads is None or before is None:
+        yield
+        return
+    engine.num_threads = num_threads
+    try:
+        yield
+    finally:
+        engine.num_threads = before
+
+
 async def evaluate(
     engine: RolloutEngine,
     score: Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]],
@@ -115,9 +148,10 @@ async def evaluate(
     samples: int,
     sampling: Sampling,
 ) -> list[EvaluatedPrompt]:
-    """Generate and score ``samples`` responses to each prompt; one that fails is left without scores.
+    """Generate and score ``samples`` responses to each prompt.
 
-    All are submitted while the engine is paused, so that what is sampled does not depend on timing.
+    One that fails is left without scores. All are submitted while the engine is paused, so that
+    what is sampled does not depend on timing.
     """
 
     async def one(prompt: Prompt) -> EvaluatedPrompt:

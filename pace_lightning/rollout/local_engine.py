@@ -1,13 +1,14 @@
-"""An engine inside the trainer's process: transformers' continuous batching on its own copy of the weights.
+"""An engine in the trainer's process: transformers' continuous batching on its own weights.
 
-How a request runs. The G responses to one prompt are one request that is forked after its prefill, so that the prompt is
-computed once. Tokens are streamed to the event loop, where each is stamped with the version of the weights that sampled
-it. Weights are copied in place while the generation loop is parked between two steps.
+How a request runs. The G responses to one prompt are one request that is forked after its prefill,
+so that the prompt is computed once. Tokens are streamed to the event loop, where each is stamped
+with the version of the weights that sampled it. Weights are copied in place while the generation
+loop is parked between two steps.
 
 KV cache of running sequences at a publication:
 
-    recompute   cancel every running request and submit prompt + partial response again; the new prefill is made
-                with the new weights (AReaL, arXiv:2505.24298)
+    recompute   cancel every running request and submit prompt + partial response again; the new
+                prefill is made with the new weights (AReaL, arXiv:2505.24298)
     keep        go on with keys and values of the old weights (PipelineRL, arXiv:2509.19128)
 
 No prefix cache is shared between requests, so none can outlive its weights.
@@ -52,9 +53,9 @@ class LocalEngine:
         max_running: sequences decoded at once.
         max_batch_tokens: tokens of one step, prefill and decode together.
         cache_tokens: size of the KV cache; None for ``max_running`` sequences of full length.
-        recompute_cache: what to do with running sequences when weights change, see the module's header.
+        recompute_cache: what to do with running sequences when weights change; see the header.
         temperatures: every temperature that will be asked for.
-        num_threads: intra-op threads of a step on CPU; may be changed at any time through the attribute.
+        num_threads: intra-op threads of a step on CPU; the attribute changes it at any time.
         seed: of the sampling; sets torch's global generator when the engine starts.
         startup_timeout_seconds: for `start`.
     """
@@ -84,12 +85,14 @@ class LocalEngine:
         self._max_batch_tokens = max_batch_tokens
         pages = math.ceil((max_sequence_tokens + 1) / _PAGE_TOKENS)
         self._num_blocks = (
-            (max_running + 1) * pages if cache_tokens is None else math.ceil(cache_tokens / _PAGE_TOKENS)
+            (max_running + 1) * pages
+            if cache_tokens is None
+            else math.ceil(cache_tokens / _PAGE_TOKENS)
         )
         if self._num_blocks < pages:
             raise ValueError(
-                f"a KV cache of {self._num_blocks * _PAGE_TOKENS} tokens cannot hold one sequence of "
-                f"{max_sequence_tokens} tokens; raise engine.cache_tokens"
+                f"a KV cache of {self._num_blocks * _PAGE_TOKENS} tokens cannot hold one sequence "
+                f"of {max_sequence_tokens} tokens; raise engine.cache_tokens"
             )
         self._recompute_cache = recompute_cache
         self._temperatures = {_served(t) for t in temperatures}
@@ -151,13 +154,15 @@ class LocalEngine:
             await asyncio.sleep(0.01)
         _unblock_after_cancellations(self._manager.batch_processor.scheduler)
 
-    async def generate(self, prompt: Sequence[int], *, n: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         length = len(prompt) + sampling.max_new_tokens
         if length > self._max_sequence_tokens:
             raise RequestError(
-                f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the engine's "
-                f"{self._max_sequence_tokens}"
+                f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the "
+                f"engine's {self._max_sequence_tokens}"
             )
         if _served(sampling.temperature) not in self._temperatures:
             raise RequestError(
@@ -182,7 +187,8 @@ class LocalEngine:
         finally:
             self._requests.remove(request)
             self._withdraw(request)
-        return [response.completion for response in request.responses if response.completion is not None]
+        completions = (response.completion for response in request.responses)
+        return [completion for completion in completions if completion is not None]
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -190,7 +196,7 @@ class LocalEngine:
         self._check_alive()
         loop = asyncio.get_running_loop()
         pause = self._manager.pause()
-        # The pause belongs to a thread, so one thread does both; the loop stays free for tokens meanwhile.
+        # The pause belongs to a thread, so one does both; the loop stays free for tokens meanwhile.
         entered = loop.run_in_executor(self._executor, pause.__enter__)
         try:
             try:
@@ -209,7 +215,8 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._copy, weights)
         self._version = version
-        with contextlib.suppress(queue.Empty):  # tokens of requests withdrawn since the last publication
+        # tokens of requests withdrawn since the last publication
+        with contextlib.suppress(queue.Empty):
             while True:
                 self._manager.output_router.output_queue.get_nowait()
         if self._recompute_cache:
@@ -224,11 +231,12 @@ class LocalEngine:
 
     def describe(self) -> str:
         """See `RolloutEngine.describe`."""
-        waiting = sum(r.completion is None for q in self._requests for r in q.responses)
+        requests = list(self._requests)  # any thread may ask
+        waiting = sum(r.completion is None for q in requests for r in q.responses)
         alive = self._manager is not None and self._manager.is_running()
         return (
             f"local engine {'running' if alive else 'stopped'} at version {self._version}, "
-            f"{len(self._requests)} requests with {waiting} unfinished responses, "
+            f"{len(requests)} requests with {waiting} unfinished responses, "
             f"{self._num_tokens} tokens so far"
         )
 
@@ -253,7 +261,8 @@ class LocalEngine:
         if missing or unknown or shapes:
             raise EngineError(
                 "trainer and engine disagree on the weights; nothing was loaded. "
-                f"Missing: {missing[:5]}; unknown to the engine: {unknown[:5]}; shapes: {shapes[:5]}"
+                f"Missing: {missing[:5]}; unknown to the engine: {unknown[:5]}; shapes: "
+                f"{shapes[:5]}"
             )
 
     @torch.no_grad()
@@ -292,7 +301,11 @@ class LocalEngine:
                 self._add(request, [response], request.prompt + response.tokens, left)
 
     def _add(
-        self, request: Request, responses: Sequence[Response], prompt: list[int], max_new_tokens: int
+        self,
+        request: Request,
+        responses: Sequence[Response],
+        prompt: list[int],
+        max_new_tokens: int,
     ) -> None:
         first = f"r{next(self._serial)}"
         # The manager names the forks of a request like this.
@@ -319,7 +332,7 @@ class LocalEngine:
         processor = None if self._manager is None else self._manager.batch_processor
         for request_id, response in request.ids.items():
             if response.completion is None and processor is not None:
-                # The first takes effect before the next step, the second reaches a request still in the queue.
+                # The first acts before the next step, the second on a request still in the queue.
                 processor.scheduler.set_request_cancellation(request_id)
                 self._manager.cancel_request(request_id)
                 with self._manager.output_router._lock:
@@ -336,7 +349,9 @@ class LocalEngine:
             return
         new = output.generated_tokens[len(response.tokens) - response.offset :]
         if len(output.logprobs) < len(output.generated_tokens):
-            counts = f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs"
+            counts = (
+                f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs"
+            )
             request.finished.set_exception(RequestError(counts))
             return
         response.tokens += new

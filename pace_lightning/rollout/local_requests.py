@@ -1,4 +1,4 @@
-"""What the local engine knows about the requests it serves, and how it re-scores unfinished ones."""
+"""What the local engine knows about its requests, and how it re-scores unfinished ones."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class Request:
 def rescore_unfinished(model: Any, requests: Sequence[Request], *, pad_token_id: int) -> None:
     """Score the tokens that exist of each unfinished response under the model's present weights.
 
-    One forward pass over prompts and prefixes, each distinct prompt computed once. Continuous batching returns no
-    log-probs of the tokens it prefills, so this pass comes on top of the prefill that rebuilds the cache.
+    One forward pass over prompts and prefixes, each distinct prompt computed once. Continuous
+    batching returns no log-probs of the tokens it prefills, so this pass comes on top of the
+    prefill that rebuilds the cache.
 
     Args:
         model: the engine's model, while nothing is generated.

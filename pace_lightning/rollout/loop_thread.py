@@ -1,6 +1,7 @@
-"""A daemon thread with an event loop: started, called from other threads, and closed, each with a deadline.
+"""A daemon thread with an event loop.
 
-The mechanics under `RolloutWorker`, kept apart so that each can be read alone.
+Started, called from other threads, and closed, each with a deadline. The mechanics under
+`RolloutWorker`, kept apart so that each can be read alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _LOOK_SECONDS = 1.0
 class LoopThread:
     """One thread that runs ``_live`` in an event loop of its own.
 
-    A subclass defines ``_live``, which sets ``_ready``, and sets ``_ending`` before it cleans up; ``_on_error``, which
-    is told of the error that ended the thread before the clean-up; and ``describe`` for messages.
+    A subclass defines ``_live``, which sets ``_ready``, and sets ``_ending`` before it cleans up;
+    ``_on_error``, which is told of the error that ended the thread before the clean-up; and
+    ``describe`` for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +66,10 @@ class LoopThread:
         thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
             log.warning(
-                "the %s thread did not end within %s s: %s", self._name, _CLOSE_SECONDS, self.describe()
+                "the %s thread did not end within %s s: %s",
+                self._name,
+                _CLOSE_SECONDS,
+                self.describe(),
             )
 
     def _start(self, timeout_seconds: float) -> bool:

@@ -1,9 +1,9 @@
 """The rollout thread: keeps groups in flight, scores them, and puts them into the pool.
 
-One daemon thread with one event loop. It waits for free slots (woken by a draw, a finished group or a
-publication) and for the engine; nothing in its loop blocks. The trainer's thread calls `start`, `train`,
-`publish`, `advance`, `evaluate`, `stop_training` and `close`; each waits for the loop with a deadline.
-Whatever ends the thread, the pool is told first of all.
+One daemon thread with one event loop. It waits for free slots (woken by a draw, a finished group or
+a publication) and for the engine; nothing in its loop blocks. The trainer's thread calls `start`,
+`train`, `publish`, `advance`, `evaluate`, `stop_training` and `close`; each waits for the loop with
+a deadline. Whatever ends the thread, the pool is told first of all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -25,12 +25,14 @@ from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngin
 from pace_lightning.rollout.groups import (
     EvaluatedPrompt,
     GeneratedStatistics,
-    NothingToLearnError,
     PublishReport,
     RolloutTimeoutError,
     ScoringFailedError,
     build_group,
     evaluate,
+    nothing_to_learn,
+    temporary_threads,
+    too_many_failures,
 )
 from pace_lightning.rollout.loop_thread import LoopThread
 
@@ -44,16 +46,16 @@ class RolloutWorker(LoopThread):
         engine: generates; used from the rollout thread only.
         pool: where finished groups go.
         lease: next prompt; raises `EndOfData` after the last one.
-        settle: called with ``(uid, fate, num_tokens)`` for each group that ends before it reaches the pool.
+        settle: called with ``(uid, fate, num_tokens)`` for each group that ends before the pool.
         score: judges the responses to one prompt, one number each; raises `ScoringFailedError`.
         shape_reward: from ``(score, num_tokens)`` to the reward that is trained on.
         dispatch: how much may be ahead of training.
         group_size: responses per prompt.
         sampling: of training rollouts.
-        prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses are not re-scored
-            at publications.
-        in_rounds: dispatch only when nothing is in flight, and then all at once while the engine is paused, so that
-            what is sampled does not depend on timing (synchronous mode).
+        prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses
+            are not re-scored at publications.
+        in_rounds: dispatch only when nothing is in flight, and then all at once while the engine is
+            paused, so that what is sampled does not depend on timing (synchronous mode).
         group_timeout_seconds: for the generation of one group.
         drop_zero_variance: settle groups with equal scores at once (dynamic sampling).
         max_empty_groups: groups in a row without gradient before the run is ended.
@@ -158,10 +160,9 @@ class RolloutWorker(LoopThread):
     def publish(
         self, weights: Mapping[str, Tensor], version: PolicyVersion, *, timeout_seconds: float
     ) -> PublishReport:
-        """Pause generation, load the weights of ``version``, go on. The weights must not change meanwhile."""
-        return self._call(
-            self._publish(weights, version), timeout_seconds=timeout_seconds, what="a publication"
-        )
+        """Pause, load the weights of ``version``, go on. The weights must not change meanwhile."""
+        work = self._publish(weights, version)
+        return self._call(work, timeout_seconds=timeout_seconds, what="a publication")
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, timeout_seconds: float
@@ -170,22 +171,12 @@ class RolloutWorker(LoopThread):
 
         Training rollouts in flight go on, new ones are not dispatched meanwhile.
         """
-        return self._call(
-            self._evaluate(prompts, samples, sampling), timeout_seconds=timeout_seconds, what="an evaluation"
-        )
+        work = self._evaluate(prompts, samples, sampling)
+        return self._call(work, timeout_seconds=timeout_seconds, what="an evaluation")
 
-    @contextmanager
-    def waiting_trainer(self, engine_threads: int | None) -> Iterator[None]:
+    def waiting_trainer(self, engine_threads: int | None) -> AbstractContextManager[None]:
         """While the trainer waits, the engine may use the trainer's cores too."""
-        before = self._engine.num_threads
-        if engine_threads is None or before is None:
-            yield
-            return
-        self._engine.num_threads = engine_threads
-        try:
-            yield
-        finally:
-            self._engine.num_threads = before
+        return temporary_threads(self._engine, engine_threads)
 
     def wake(self) -> None:
         """Look for free slots again. Any thread; never waits."""
@@ -202,9 +193,9 @@ class RolloutWorker(LoopThread):
         oldest = max((now - since for since in list(self._in_flight.values())), default=0.0)
         state = "alive" if self.is_alive else "dead"
         return (
-            f"rollout thread {state} at version {self._version}, {len(self._in_flight)} groups in flight "
-            f"(oldest for {oldest:.0f} s), {len(self._pool)} ready, last event: {self._last_event}; "
-            f"{self._engine.describe()}"
+            f"rollout thread {state} at version {self._version}, {len(self._in_flight)} groups in "
+            f"flight (oldest for {oldest:.0f} s), {len(self._pool)} ready, last event: "
+            f"{self._last_event}; {self._engine.describe()}"
         )
 
     # --- everything below runs in the rollout thread ---------------------------------------------
@@ -272,7 +263,7 @@ class RolloutWorker(LoopThread):
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and self._error is None:
             self._error = task.exception()
-        assert self._wake is not None  # noqa: S101 - set before the first task exists
+        assert self._wake is not None  # set before the first task exists
         self._wake.set()
 
     async def _roll_out(self, prompt: Prompt) -> None:
@@ -324,12 +315,7 @@ class RolloutWorker(LoopThread):
             self._num_empty += 1
             self._empty_scores.append(group.mean_score)
             if self._num_empty >= self._max_empty_groups:
-                mean = sum(self._empty_scores) / len(self._empty_scores)
-                raise NothingToLearnError(
-                    f"nothing to learn: pass rate {mean:.2f} on the last {self._num_empty} groups, each with "
-                    "equal rewards. The task is too hard or solved, or the reward function is wrong "
-                    "(trainer.max_empty_groups, trainer.on_nothing_to_learn)"
-                )
+                raise nothing_to_learn(self._num_empty, self._empty_scores)
             return
         self._num_empty = 0
         self._leave(prompt.uid)
@@ -342,10 +328,7 @@ class RolloutWorker(LoopThread):
         self._last_event = f"prompt {prompt.uid} {fate}: {why}"
         log.warning("prompt %s %s: %s", prompt.uid, fate, why)
         if self._num_failed >= self._max_failed_groups:
-            raise RuntimeError(
-                f"the last {self._num_failed} groups all failed or timed out; the latest, prompt "
-                f"{prompt.uid}, {fate}: {why}"
-            )
+            raise too_many_failures(self._num_failed, prompt, fate, why)
 
     def _end(self, prompt: Prompt, fate: Fate, num_tokens: int) -> None:
         self._leave(prompt.uid)
@@ -374,9 +357,12 @@ class RolloutWorker(LoopThread):
         self._version = version
         self.wake()
 
-    async def _publish(self, weights: Mapping[str, Tensor], version: PolicyVersion) -> PublishReport:
+    async def _publish(
+        self, weights: Mapping[str, Tensor], version: PolicyVersion
+    ) -> PublishReport:
         start = time.monotonic()
-        # From here on the trainer is at the new version, but nothing may be dispatched to the old weights.
+        # From here on the trainer is at the new version, but nothing may be dispatched to the old
+        # weights.
         self._version = version
         self._dispatch_open = False
         try:
@@ -390,6 +376,8 @@ class RolloutWorker(LoopThread):
         finally:
             self._dispatch_open = True
             self.wake()
+        if self._in_rounds:
+            await self._dispatch_groups()  # before anything else can ask the engine for something
         return PublishReport(
             version,
             seconds=time.monotonic() - start,
@@ -400,6 +388,8 @@ class RolloutWorker(LoopThread):
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[EvaluatedPrompt]:
+        while self._in_rounds and (self._in_flight or self._num_dispatchable() > 0):
+            await asyncio.sleep(0.005)  # a round first, so that sampling does not depend on timing
         self._dispatch_open = False
         try:
             return await evaluate(

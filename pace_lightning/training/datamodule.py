@@ -1,7 +1,8 @@
 """The LightningDataModule: owns generation, hands out batches and nothing else.
 
-Prompts are leased by the rollout thread, groups wait in the pool, the stream draws them. Each prompt is settled exactly
-once: here when it was trained on, by the worker or the pool when it ended otherwise.
+Prompts are leased by the rollout thread, groups wait in the pool, the stream draws them. Each
+prompt is settled exactly once: here when it was trained on, by the worker or the pool when it ended
+otherwise.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Scorer(Protocol):
 
 
 class EvaluationStream:
-    """One validation "batch": the scores of all held-out prompts, made by the same engine under one version."""
+    """One validation "batch": the scores of all held-out prompts.
+
+    Made by the same engine under one version.
+    """
 
     def __init__(self, run: Callable[[], dict[str, float]]) -> None:
         self._run = run
@@ -104,7 +108,8 @@ class RolloutDataModule(pl.LightningDataModule):
         require_gradient: never take a step whose groups all have equal rewards.
         startup_timeout_seconds: for the engine.
         publish_timeout_seconds: for one publication.
-        engine_threads_while_waiting: intra-op threads of the engine while the trainer waits; None: unchanged.
+        engine_threads_while_waiting: intra-op threads of the engine while the trainer waits; None:
+            unchanged.
         waiting: context manager entered while the trainer waits for a draw; for the time ledger.
         on_draw: called with ``(version, groups)`` for each draw.
         **stream: remaining arguments of `TrajectoryStream`.
@@ -143,7 +148,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self.ledger = Ledger()
         self._prompts = prompts
         self._books = threading.Lock()
-        """Held while ledger and prompts change or are saved together; nothing but these two is called under it."""
+        """Held while ledger and prompts change or are saved together.
+
+        Nothing but these two is called under it.
+        """
         self._eval_prompts = list(eval_prompts)
         self._scorer = scorer
         self._eval_sampling = eval_sampling
@@ -193,7 +201,7 @@ class RolloutDataModule(pl.LightningDataModule):
     # --- Lightning's side -------------------------------------------------------------------------
 
     def train_dataloader(self) -> TrajectoryStream:
-        """The sized stream of micro-batches; the same object each time, drawing only when iterated."""
+        """The sized stream of micro-batches; always the same object, drawing only when iterated."""
         return self._stream
 
     def val_dataloader(self) -> EvaluationStream:
@@ -227,13 +235,17 @@ class RolloutDataModule(pl.LightningDataModule):
         self._tokens_generated_before = state_dict["tokens_generated"]
         self.evaluations = dict(state_dict["evaluations"])
 
-    # --- called by `WeightSync` and by the command that runs the experiment ----------------------------
+    # --- called by `WeightSync` and by the command that runs the experiment -----------------------
 
-    def start(self) -> None:
-        """Start the scoring processes and the rollout thread with its engine. Idempotent."""
+    def start_scoring(self) -> None:
+        """Start the scoring processes. Idempotent."""
         if not self._started:
             self._started = True
             self._scorer.start()
+
+    def start(self) -> None:
+        """Start the scoring processes and the rollout thread with its engine. Idempotent."""
+        self.start_scoring()
         self.worker.start(timeout_seconds=self._startup_timeout_seconds)
 
     def publish(self, weights: Mapping[str, Tensor], version: PolicyVersion) -> PublishReport:
@@ -276,7 +288,8 @@ class RolloutDataModule(pl.LightningDataModule):
         scores = [score for result in results for score in result.scores]
         if not scores:
             raise RuntimeError(
-                f"not one of {len(results)} evaluation prompts could be scored; the last error: {results[-1].error}"
+                f"not one of {len(results)} evaluation prompts could be scored; the last error: "
+                f"{results[-1].error}"
             )
         completions = [completion for result in results for completion in result.completions]
         metrics = {
@@ -289,7 +302,10 @@ class RolloutDataModule(pl.LightningDataModule):
         return metrics
 
     def end(self) -> None:
-        """Training is over: settle what is ready or in flight as unused. The engine stays for evaluation."""
+        """Training is over: settle what is ready or in flight as unused.
+
+        The engine stays for evaluation.
+        """
         if self.worker.is_alive:
             self.worker.stop_training()
         for group in [*self._drawn, *self.pool.drain()]:
@@ -307,7 +323,7 @@ class RolloutDataModule(pl.LightningDataModule):
         except Exception:
             log.exception("the scoring processes did not close cleanly")
 
-    # --- bookkeeping ------------------------------------------------------------------------------------
+    # --- bookkeeping ------------------------------------------------------------------------------
 
     def _policy_version(self) -> PolicyVersion:
         return self.trainer.global_step if self.trainer is not None else 0
@@ -336,8 +352,9 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._num_redrawn >= self._max_empty_groups:
             mean = sum(group.mean_score for group in groups) / len(groups)
             raise NothingToLearnError(
-                f"nothing to learn: pass rate {mean:.2f} on the last draw, and no gradient in the last "
-                f"{self._num_redrawn} groups (trainer.max_empty_groups, trainer.on_nothing_to_learn)"
+                f"nothing to learn: pass rate {mean:.2f} on the last draw, and no gradient in the "
+                f"last {self._num_redrawn} groups (trainer.max_empty_groups, "
+                "trainer.on_nothing_to_learn)"
             )
 
     @contextmanager

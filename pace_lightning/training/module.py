@@ -1,4 +1,7 @@
-"""The LightningModule: network, log-probs, loss, optimizer. It has never heard of engines or pools."""
+"""The LightningModule: network, log-probs, loss, optimizer.
+
+It has never heard of engines or pools.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ class NonFiniteLossError(RuntimeError):
 class PolicyModule(pl.LightningModule):
     """Trains a causal LM on micro-batches of scored trajectories.
 
-    Automatic optimization with one optimizer, so that Lightning's ``global_step`` counts optimizer steps: it is the
-    policy version.
+    Automatic optimization with one optimizer, so that Lightning's ``global_step`` counts optimizer
+    steps: it is the policy version.
 
     Args:
         policy: the causal LM.
-        head: from ``(policy_logprobs, anchor_logprobs, advantages)`` to per-token losses, all of shape ``(N, T)``.
+        head: from ``(policy_logprobs, anchor_logprobs, advantages)`` to per-token losses, all of
+            shape ``(N, T)``.
         aggregation: name of the aggregation in `core.losses.aggregate`.
         clip_low: lower clip radius; for the logged clip fractions.
         clip_high: upper clip radius; likewise.
@@ -48,7 +52,8 @@ class PolicyModule(pl.LightningModule):
         max_response_tokens: constant of the ``-norm`` aggregation.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
-        share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient checkpointing.
+        share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
+            checkpointing.
     """
 
     def __init__(
@@ -131,8 +136,9 @@ class PolicyModule(pl.LightningModule):
         )
         if not torch.isfinite(loss):
             raise NonFiniteLossError(
-                f"the loss of step {batch.version}, micro-batch {batch.micro_batch_index} is {loss.item()}; "
-                "lower optim.learning_rate, or look for broken rewards in samples.jsonl"
+                f"the loss of step {batch.version}, micro-batch {batch.micro_batch_index} is "
+                f"{loss.item()}; lower optim.learning_rate, or look for broken rewards in "
+                "samples.jsonl"
             )
         self._record(batch, logprobs.detach(), entropies, float(loss.detach()))
         return loss * self._averaging_factor()
@@ -145,18 +151,20 @@ class PolicyModule(pl.LightningModule):
     ) -> None:
         """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
 
-        Done here and not by Lightning, which refuses fused optimizers under mixed precision, although bfloat16 needs no
-        unscaling.
+        Done here and not by Lightning, which refuses fused optimizers under mixed precision,
+        although bfloat16 needs no unscaling.
         """
         norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters(), self._max_grad_norm or math.inf
         )
         if not torch.isfinite(norm):
             raise NonFiniteLossError(
-                f"the gradient norm of step {self.policy_version} is {norm.item()}; lower optim.learning_rate"
+                f"the gradient norm of step {self.policy_version} is {norm.item()}; lower "
+                "optim.learning_rate"
             )
         self._sums["gradient_norm"] = float(norm)
-        self._sums["learning_rate"] = optimizer.param_groups[0]["lr"]  # the schedule goes on before `finish_step`
+        # the schedule goes on before `finish_step`
+        self._sums["learning_rate"] = optimizer.param_groups[0]["lr"]
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
@@ -171,7 +179,8 @@ class PolicyModule(pl.LightningModule):
             "ratio/mean": sums["ratio_sum"] / tokens,
             "ratio/max": sums["ratio_max"],
             "ratio/log_abs_mean": sums["log_ratio_abs_sum"] / tokens,
-            "ratio/ess_share": sums["weight_sum"] ** 2 / max(sums["weight_square_sum"] * tokens, 1e-12),
+            "ratio/ess_share": sums["weight_sum"] ** 2
+            / max(sums["weight_square_sum"] * tokens, 1e-12),
             "tokens/trained": sums["tokens"],
             "tokens/computed": sums["computed"],
             "optim/learning_rate": sums["learning_rate"],
@@ -189,7 +198,8 @@ class PolicyModule(pl.LightningModule):
         """Log what the rollout side measured; see `RolloutDataModule.val_dataloader`."""
         metrics = {f"eval/{name}": value for name, value in batch.items()}
         self.log_dict(metrics, batch_size=1, logger=False)
-        # Lightning's own step lags by one inside a run: it counts a step after the validation that follows it
+        # Lightning's own step lags by one inside a run: it counts a step after the validation that
+        # follows it
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.policy_version)
 
@@ -203,7 +213,9 @@ class PolicyModule(pl.LightningModule):
             fused=True,
         )
         warmup = max(1, self._warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / warmup)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _logprobs(self, model: Any, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -220,7 +232,10 @@ class PolicyModule(pl.LightningModule):
         )
 
     def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that Lightning and DDP take: the loss is a sum of shares."""
+        """Undo the means over micro-batches and ranks that Lightning and DDP take.
+
+        The loss is a sum of shares.
+        """
         return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     @torch.no_grad()

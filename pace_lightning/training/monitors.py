@@ -1,7 +1,8 @@
-"""Callbacks that only observe: staleness, pool, learning, time; one set of metrics per optimizer step.
+"""Callbacks that only observe: staleness, pool, learning, time; one set of metrics per step.
 
-Every metric is logged at the policy version that the step trained, so that the axis of each plot is policy versions.
-The numbers come with the batch (its `DrawReport`) or from the module's own statistics.
+Every metric is logged at the policy version that the step trained, so that the axis of each plot is
+policy versions. The numbers come with the batch (its `DrawReport`) or from the module's own
+statistics.
 """
 
 from __future__ import annotations
@@ -34,15 +35,33 @@ LAYOUT = {
             "Multiline",
             ["staleness/generation", "staleness/waiting", "staleness/total"],
         ],
+        "staleness of what was rejected (versions)": [
+            "Multiline",
+            [
+                "staleness/rejected/generation",
+                "staleness/rejected/waiting",
+                "staleness/rejected/effective",
+            ],
+        ],
         "pool (groups)": [
             "Multiline",
-            ["pool/occupancy_before_groups", "pool/occupancy_after_groups", "pool/rejected_groups"],
+            [
+                "pool/occupancy_before_groups",
+                "pool/occupancy_after_groups",
+                "pool/budget_groups",
+                "pool/rejected_groups",
+            ],
         ],
         "pass rate": ["Multiline", ["reward/generated_mean", "eval/pass_rate"]],
         "importance ratio": ["Multiline", ["ratio/mean", "ratio/ess_share"]],
         "seconds per step": [
             "Multiline",
-            ["time/wait_seconds", "time/train_seconds", "time/publish_seconds", "time/other_seconds"],
+            [
+                "time/wait_seconds",
+                "time/train_seconds",
+                "time/publish_seconds",
+                "time/other_seconds",
+            ],
         ],
         "tokens per second": [
             "Multiline",
@@ -69,7 +88,10 @@ def log_histogram(trainer: pl.Trainer, name: str, values: Sequence[float], step:
 
 
 def keep_lines_before(path: Path, version: PolicyVersion) -> None:
-    """Drop the lines of this version and later from a file of JSON lines, and a line that was cut off by a kill."""
+    """Drop the lines of this version and later from a file of JSON lines.
+
+    And a line that was cut off by a kill.
+    """
     if not path.exists():
         return
     kept = []
@@ -88,7 +110,12 @@ class StepMonitor(pl.Callback):
     """A callback that acts once per optimizer step."""
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: TrainBatch,
+        batch_idx: int,
     ) -> None:
         """Pass on the last micro-batch of a draw."""
         if batch.is_last:
@@ -108,7 +135,11 @@ class StalenessMonitor(StepMonitor):
 
     def state_dict(self) -> dict[str, Any]:
         """The sums."""
-        return {"generation": self._sum.generation, "waiting": self._sum.waiting, "count": self._count}
+        return {
+            "generation": self._sum.generation,
+            "waiting": self._sum.waiting,
+            "count": self._count,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the sums of a checkpoint."""
@@ -120,7 +151,9 @@ class StalenessMonitor(StepMonitor):
         """Mean over all trained trajectories so far; None before the first."""
         if not self._count:
             return None
-        return StalenessDecomposition(self._sum.generation / self._count, self._sum.waiting / self._count)
+        return StalenessDecomposition(
+            self._sum.generation / self._count, self._sum.waiting / self._count
+        )
 
     def on_step_end(self, trainer: pl.Trainer, module: PolicyModule, report: DrawReport) -> None:
         """Log means and histograms."""
@@ -139,12 +172,23 @@ class StalenessMonitor(StepMonitor):
             "staleness/rejected/waiting": report.rejected_waiting_staleness_versions,
             "staleness/rejected/total": report.rejected_total_staleness_versions,
         }
+        rejected |= {
+            "staleness/effective": report.effective_staleness_versions,
+            "staleness/rejected/effective": report.rejected_effective_staleness_versions,
+        }
         metrics |= {name: value for name, value in rejected.items() if value is not None}
         log_metrics(trainer, metrics, report.version)
         for side, parts in (("", report.staleness), ("rejected/", report.rejected_staleness)):
             for name in ("generation", "waiting", "total"):
                 values = [float(getattr(part, name)) for part in parts]
                 log_histogram(trainer, f"staleness/{side}{name}", values, report.version)
+        for name, scores in (
+            ("staleness/effective", report.effective_staleness),
+            ("staleness/rejected/effective", report.rejected_effective_staleness),
+            ("staleness/prefix_forgetting", report.prefix_forgetting),
+            ("staleness/rejected/prefix_forgetting", report.rejected_prefix_forgetting),
+        ):
+            log_histogram(trainer, name, scores, report.version)
 
 
 class PoolMonitor(StepMonitor):
@@ -156,6 +200,7 @@ class PoolMonitor(StepMonitor):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._warnings: set[str] = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """After a resume, drop the lines beyond the restored version."""
@@ -175,6 +220,9 @@ class PoolMonitor(StepMonitor):
             },
             report.version,
         )
+        if report.warning is not None and report.warning not in self._warnings:
+            self._warnings.add(report.warning)
+            log.warning("step %d: %s", report.version, report.warning)
         with self._path.open("a") as file:
             file.write(json.dumps(report.as_json()) + "\n")
 
@@ -187,8 +235,8 @@ class LearningMonitor(StepMonitor):
         time_ledger: the wall clock by part.
         weight_sync: its last publication is logged.
         generated: totals of the rollout side.
-        max_lag0_gap: mean absolute difference between engine and trainer log-probs on tokens of the present version
-            above which a warning is given; None: never.
+        max_lag0_gap: mean absolute difference between engine and trainer log-probs on tokens of the
+            present version above which a warning is given; None: never.
         emit: prints a line.
     """
 
@@ -240,7 +288,8 @@ class LearningMonitor(StepMonitor):
         wall = max(step_seconds["total"] - step_seconds["evaluate"], 1e-9)
         metrics |= {
             "tokens/generated_per_second": (now.tokens - self._before.tokens) / wall,
-            "tokens/computed_per_second": metrics["tokens/computed"] / max(step_seconds["train"], 1e-9),
+            "tokens/computed_per_second": metrics["tokens/computed"]
+            / max(step_seconds["train"], 1e-9),
             "time/rss_gib": psutil.Process().memory_info().rss / 2**30,
         }
         metrics |= {f"time/{part}_seconds": value for part, value in step_seconds.items()}
@@ -252,8 +301,9 @@ class LearningMonitor(StepMonitor):
         gap = metrics.get("ratio/lag0_log_abs_mean")
         if self._max_lag0_gap is not None and gap is not None and gap > self._max_lag0_gap:
             log.warning(
-                "step %d: engine and trainer disagree by %.4f nats per token on tokens of the present version (alarm "
-                "at %.4f): the importance ratios are wrong. Check temperature, dtype and weights",
+                "step %d: engine and trainer disagree by %.4f nats per token on tokens of the "
+                "present version (alarm at %.4f): the importance ratios are wrong. Check "
+                "temperature, dtype and weights",
                 report.version,
                 gap,
                 self._max_lag0_gap,
@@ -261,11 +311,13 @@ class LearningMonitor(StepMonitor):
         self._emit(
             f"step {report.version + 1:>4}/{self._total_steps}  "
             f"reward {generated_mean:.2f}  "
-            f"lag {report.total_staleness_versions:.2f} = {report.generation_staleness_versions:.2f} gen + "
+            f"lag {report.total_staleness_versions:.2f} = "
+            f"{report.generation_staleness_versions:.2f} gen + "
             f"{report.waiting_staleness_versions:.2f} wait  "
             f"pool {report.occupancy_before_groups:>3}  "
             f"ratio {metrics['ratio/mean']:.3f}  "
             f"entropy {metrics['policy/entropy_nats']:.2f}  "
-            f"{step_seconds['total']:.1f} s (wait {step_seconds['wait']:.1f}, train {step_seconds['train']:.1f}, "
+            f"{step_seconds['total']:.1f} s (wait {step_seconds['wait']:.1f}, "
+            f"train {step_seconds['train']:.1f}, "
             f"publish {step_seconds['publish']:.1f})"
         )

@@ -30,8 +30,8 @@ def resolve(path: str) -> Path | str:
     """Where a model is: a directory or GGUF file on this machine, or a hub id as it was given.
 
     Args:
-        path: local path, ``package:NAME/FILE`` for a file inside an installed package (which is not imported),
-            or a hub id.
+        path: local path, ``package:NAME/FILE`` for a file inside an installed package (which is not
+            imported), or a hub id.
 
     Raises:
         ModelError: if a package or a file that is named does not exist.
@@ -43,8 +43,8 @@ def resolve(path: str) -> Path | str:
         locations = None if spec is None else spec.submodule_search_locations
         if not locations:
             raise ModelError(
-                f"model.path {path!r}: package {name!r} is not installed; `make setup` installs the one that the "
-                "default experiment needs"
+                f"model.path {path!r}: package {name!r} is not installed; `make setup` installs "
+                "the one that the default experiment needs"
             )
         found = Path(next(iter(locations))) / inside
         if not found.exists():
@@ -59,14 +59,17 @@ def resolve(path: str) -> Path | str:
 
 
 def local_model(path: str) -> str:
-    """A name that transformers can load: a directory or a hub id. A GGUF file is converted once and cached.
+    """A name that transformers can load: a directory or a hub id.
 
-    The cache is ``$PACE_LIGHTNING_CACHE``, by default ``~/.cache/pace_lightning``.
+    A GGUF file is converted once and cached. The cache is ``$PACE_LIGHTNING_CACHE``, by default
+    ``~/.cache/pace_lightning``.
     """
     found = resolve(path)
     if isinstance(found, Path) and found.is_file():
         if found.suffix != ".gguf":
-            raise ModelError(f"model.path {path!r} is a file but not GGUF; give the directory that holds it")
+            raise ModelError(
+                f"model.path {path!r} is a file but not GGUF; give the directory that holds it"
+            )
         return str(_converted(found))
     return str(found)
 
@@ -83,17 +86,26 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer could be loaded from {name!r}: {_first_line(error)}") from error
+        raise ModelError(
+            f"no tokenizer could be loaded from {name!r}: {_first_line(error)}"
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {name!r} has no end-of-sequence token: no response could ever stop")
+        raise ModelError(
+            f"the tokenizer of {name!r} has no end-of-sequence token: no response could ever stop"
+        )
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def load_policy(
-    path: str, *, random_init: bool = False, seed: int = 0, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+    path: str,
+    *,
+    random_init: bool = False,
+    seed: int = 0,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A causal LM in ``dtype``.
 
@@ -115,13 +127,17 @@ def load_policy(
             config = AutoConfig.from_pretrained(name)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation=attention, dtype=dtype
+                )
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, attn_implementation=attention, dtype=dtype
+            )
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"no model could be loaded from {name!r}: {_first_line(error)}. Give a local directory, a GGUF file, or "
-            "a hub id that this machine can reach"
+            f"no model could be loaded from {name!r}: {_first_line(error)}. Give a local "
+            "directory, a GGUF file, or a hub id that this machine can reach"
         ) from error
     return model.eval()  # no dropout: the policy that is trained is the policy that samples
 
@@ -129,14 +145,16 @@ def load_policy(
 def copy_for_engine(model: Any, dtype: torch.dtype) -> Any:
     """The same architecture and weights, sharing neither memory nor configuration, in ``dtype``.
 
-    The configuration must not be shared: continuous batching passes ``is_causal=False`` with each forward, and
-    transformers writes that into ``model.config`` while it lasts, so that a forward of the trainer in another thread
-    would silently attend to the future.
+    The configuration must not be shared: continuous batching passes ``is_causal=False`` with each
+    forward, and transformers writes that into ``model.config`` while it lasts, so that a forward of
+    the trainer in another thread would silently attend to the future.
     """
     from transformers import AutoModelForCausalLM
 
     twin = AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation, dtype=dtype
+        copy.deepcopy(model.config),
+        attn_implementation=model.config._attn_implementation,
+        dtype=dtype,
     )
     twin.load_state_dict(model.state_dict())
     return twin.eval().requires_grad_(False)
@@ -145,14 +163,17 @@ def copy_for_engine(model: Any, dtype: torch.dtype) -> Any:
 def checkpoint_layers(model: Any) -> None:
     """Recompute the activations of each layer in the backward pass, in place.
 
-    Not by ``gradient_checkpointing_enable``: it has no effect in evaluation mode, in which a policy stays.
+    Not by ``gradient_checkpointing_enable``: it has no effect in evaluation mode, in which a policy
+    stays.
 
     Raises:
         ModelError: if the architecture has no layers that can be recomputed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(f"{type(model).__name__} does not support model.gradient_checkpointing")
     for layer in layers:
@@ -163,7 +184,10 @@ def _converted(gguf: Path) -> Path:
     """The Hugging Face directory made from a GGUF file, in the cache; converted on first use."""
     stat = gguf.stat()
     key = hashlib.sha256(f"{gguf.name}:{stat.st_size}:{_head_hash(gguf)}".encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser() / "models"
+    cache = (
+        Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser()
+        / "models"
+    )
     target = cache / f"{gguf.stem}-{key}"
     if (target / _CONVERTED).exists():
         return target
@@ -191,8 +215,9 @@ def _head_hash(path: Path) -> str:
 def _convert(gguf: Path, target: Path) -> None:
     """De-quantize a GGUF file into a directory of safetensors.
 
-    Three repairs to what transformers reads from GGUF: the digit splitter of SmolLM2's tokenizer is lost, the padding
-    side is not saved, and ``rms_norm_eps`` is a float32 number written out as float64.
+    Three repairs to what transformers reads from GGUF: the digit splitter of SmolLM2's tokenizer is
+    lost, the padding side is not saved, and ``rms_norm_eps`` is a float32 number written out as
+    float64.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

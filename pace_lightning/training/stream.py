@@ -1,8 +1,9 @@
 """From the pool to Lightning: a sized stream of micro-batches.
 
-One draw is one optimizer step: it is split into a fixed number of micro-batches, which is what Lightning accumulates
-over. The stream has a length, because Lightning prefetches from unsized ones, which would draw every batch one version
-too early. Building it has no side effects; drawing happens in `__iter__` alone.
+One draw is one optimizer step: it is split into a fixed number of micro-batches, which is what
+Lightning accumulates over. The stream has a length, because Lightning prefetches from unsized ones,
+which would draw every batch one version too early. Building it has no side effects; drawing happens
+in `__iter__` alone.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class TrajectoryStream:
         mask_truncated: leave truncated responses out of the loss.
         keep_groups: put the responses to one prompt into the same micro-batch.
         draw_timeout_seconds: deadline of one draw.
-        drop_empty: called with the groups of a draw in which no group has two different rewards; the draw is
-            repeated, since an optimizer step without gradient is never taken. May raise to give up. None: train on
-            such draws too (a KL penalty gives them a gradient).
+        drop_empty: called with the groups of a draw in which no group has two different rewards;
+            the draw is repeated, since an optimizer step without gradient is never taken. May raise
+            to give up. None: train on such draws too (a KL penalty gives them a gradient).
         on_draw: called with the groups of each draw, before it is handed out.
         waiting: context manager entered while the trainer waits for a draw.
     """
@@ -109,7 +110,10 @@ class TrajectoryStream:
         while True:
             with self._waiting():
                 groups, report = self._pool.draw(
-                    self._groups_per_step, version=version, timeout_seconds=self._draw_timeout_seconds
+                    self._groups_per_step,
+                    version=version,
+                    timeout_seconds=self._draw_timeout_seconds,
+                    again=bool(reports),
                 )
             reports.append(report)
             if self._drop_empty is None or any(self._has_gradient(group) for group in groups):
@@ -123,7 +127,10 @@ class TrajectoryStream:
 
 
 def _merged(reports: Sequence[DrawReport]) -> DrawReport:
-    """The report on a draw, the last of these, and its repetitions: it began with the first, and lost what all did."""
+    """The report on a draw, the last of these, and its repetitions.
+
+    It began with the first, and lost what all did.
+    """
     rejected = [staleness for report in reports for staleness in report.rejected_staleness]
     scores = [score for report in reports for score in report.rejected_effective_staleness]
     forgetting = [score for report in reports for score in report.rejected_prefix_forgetting]

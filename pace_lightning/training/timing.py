@@ -17,7 +17,9 @@ PARTS = ("setup", "wait", "train", "publish", "evaluate", "checkpoint")
 
 
 class TimeLedger(pl.Callback):
-    """Seconds by activity of the main thread. Must be the first callback, so that "train" ends before others begin.
+    """Seconds by activity of the main thread.
+
+    Must be the first callback, so that "train" ends before others begin.
 
     ``setup`` runs from construction to the first hook; ``other`` is what is left of the wall clock.
     """
@@ -30,7 +32,10 @@ class TimeLedger(pl.Callback):
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
-        """Count the time inside as ``part``; a span inside another one takes its time out of the outer one."""
+        """Count the time inside as ``part``.
+
+        A span inside another one takes its time out of the outer one.
+        """
         outer = self._leave()
         self._enter(part)
         try:
@@ -60,7 +65,12 @@ class TimeLedger(pl.Callback):
         self._enter("train")
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: TrainBatch,
+        batch_idx: int,
     ) -> None:
         """They ended."""
         self._leave()
@@ -73,7 +83,9 @@ class TimeLedger(pl.Callback):
         """It ended."""
         self._leave()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Whatever was open is over."""
         self._leave()
 
@@ -100,7 +112,9 @@ class RunCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self._time_ledger = time_ledger
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write one file; a run that is killed meanwhile keeps the file before it."""
         with self._time_ledger.span("checkpoint"):
             target = Path(path)

@@ -1,8 +1,9 @@
-"""Publishes weights from the trainer to the engine, and moves the version clock of the rollout side.
+"""Publishes weights from trainer to engine, and moves the version clock of the rollout side.
 
-Lightning restores weights before ``on_train_start``, and ``on_train_batch_end`` already sees the new ``global_step``
-while the next draw comes after it. So generation starts in the first hook, and version j+1 is published in the second:
-nothing is drawn or dispatched between an optimizer step and its publication.
+Lightning restores weights before ``on_train_start``, and ``on_train_batch_end`` already sees the
+new ``global_step`` while the next draw comes after it. So generation starts in the first hook, and
+version j+1 is published in the second: nothing is drawn or dispatched between an optimizer step and
+its publication.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class WeightSync(pl.Callback):
             self._publish(pl_module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: TrainBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: TrainBatch,
+        batch_idx: int,
     ) -> None:
         """After the optimizer step of a draw: settle its prompts, publish."""
         if not batch.is_last:
@@ -60,8 +66,8 @@ class WeightSync(pl.Callback):
         version = trainer.global_step
         if version != batch.version + 1:
             raise RuntimeError(
-                f"the draw for version {batch.version} is consumed, but the optimizer is at version {version}: one "
-                "draw must be exactly one optimizer step"
+                f"the draw for version {batch.version} is consumed, but the optimizer is at "
+                f"version {version}: one draw must be exactly one optimizer step"
             )
         self._datamodule.complete_step()
         if version % self._every_steps == 0:

@@ -273,3 +273,40 @@ def test_a_misspelt_key_ends_with_code_2_its_neighbor_and_no_run_directory(tmp_p
     assert "did you mean 'group_size'?" in output
     assert "Traceback" not in output
     assert not target.exists()
+
+
+def test_pace_rejects_surplus_and_reports_both_sides(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, output = run_command(
+        tmp_path / "log",
+        "train",
+        SMOKE,
+        f"run_dir={run_dir}",
+        "trainer.steps=12",
+        "rollout.max_outstanding_groups=16",
+        "rollout.max_new_tokens=24",
+        "rollout.dynamic_sampling=false",
+        "trainer.micro_batches=4",
+        "admission.policy=pace",
+        "pace.smoothing=1.0",
+        "pace.window_minimum=8",
+        "eval.samples=1",
+    )
+    assert code == 0, output
+    draws = read_lines(run_dir / "draws.jsonl")
+    assert all(draw["drawn_groups"] == GROUPS_PER_STEP for draw in draws)
+    assert all(draw["rejected_groups"] <= draw["budget_groups"] for draw in draws)
+    rejected = sum(draw["rejected_groups"] for draw in draws)
+    assert rejected > 0, "the pool never overfilled"
+    assert read_summary(run_dir)["fates"]["rejected"] == rejected
+    for draw in draws:
+        total, effective = draw["total_staleness_versions"], draw["effective_staleness_versions"]
+        assert draw["waiting_staleness_versions"] - 1e-9 <= effective <= total + 1e-9
+        if draw["rejected_groups"]:
+            assert draw["rejected_effective_staleness_versions"] is not None
+    kinds = dict.fromkeys(("scalars", "histograms", "tensors"), 0)
+    tags = EventAccumulator(str(run_dir / "tensorboard"), kinds).Reload().Tags()
+    assert {"pool/budget_groups", "staleness/effective", "staleness/rejected/effective"} <= {
+        *tags["scalars"]
+    }
+    assert {"staleness/prefix_forgetting", "staleness/rejected/effective"} <= {*tags["histograms"]}

@@ -695,3 +695,55 @@ def test_intra_op_threads_are_those_asked_for_and_can_change_meanwhile():
 
     with_engine(scenario, num_threads=1, stop_token_ids=[NEVER])
     assert seen == [1] * 4 + [2] * 4
+
+
+# --- re-scoring of unfinished responses ---
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_prefixes_are_rescored_under_the_weights_of_each_publication(temperature, recompute):
+    old, newer, newest = make_policy(0), make_policy(1), make_policy(2)
+
+    async def scenario(engine, steps):
+        steps.hold_at(6)
+        task = asyncio.ensure_future(
+            engine.generate(PROMPT, n=4, sampling=Sampling(20, temperature=temperature))
+        )
+        for version, (policy, next_hold) in enumerate(((newer, 12), (newest, None)), start=1):
+            async with paused_at(engine, steps, next_hold):
+                await publish(engine, policy, version)
+                await engine.rescore_prefixes()
+        return await task
+
+    completions = with_engine(
+        scenario,
+        policy=old,
+        stop_token_ids=[NEVER],
+        temperatures=[temperature],
+        recompute_cache=recompute,
+    )
+    for completion in completions:
+        assert len(completion.rescores) == 2
+        for event, policy, version in zip(
+            completion.rescores, (newer, newest), (1, 2), strict=True
+        ):
+            existed = sum(v < version for v in completion.versions)
+            assert event.num_tokens == existed > 0
+            ids = torch.tensor([[*PROMPT, *completion.token_ids[:existed]]])
+            mask = torch.zeros_like(ids, dtype=torch.bool)
+            mask[:, len(PROMPT) :] = True
+            new, _ = token_logprobs(
+                policy, ids, torch.ones_like(ids), mask, temperature=temperature
+            )
+            change = new[0, len(PROMPT) :] - torch.tensor(completion.logprobs[:existed])
+            assert event.absolute == pytest.approx(float(change.abs().sum()), abs=1e-3)
+            assert event.signed == pytest.approx(float(change.sum()), abs=1e-3)
+            assert event.absolute > 0.1  # other weights, other log-probs
+
+
+def test_a_response_that_met_no_publication_has_no_rescoring():
+    async def scenario(engine, steps):
+        return await engine.generate(PROMPT, n=2, sampling=Sampling(3))
+
+    assert all(completion.rescores == () for completion in with_engine(scenario))
