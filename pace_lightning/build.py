@@ -35,6 +35,7 @@ from pace_lightning.rollout.engine import Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
+from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
@@ -154,6 +155,11 @@ def build(
     staleness = StalenessMonitor()
     callbacks: list[pl.Callback] = [
         time_ledger,
+        CoreSharing(
+            trainer_threads,
+            config.trainer.num_threads or all_threads,
+            engine_is_idle=lambda: not datamodule.worker.num_in_flight,
+        ),
         weight_sync,
         staleness,
         PoolMonitor(run_dir / "draws.jsonl"),

@@ -44,8 +44,8 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
         cores: cores this process may use, at least 1.
 
     Returns:
-        Threads of the trainer, of the engine while the trainer computes, and of the engine while
-        the trainer waits, which is all cores.
+        Threads of the trainer and of the engine while both compute, and of either while the other
+        one is idle, which is all cores. A number set for the trainer holds always.
     """
     if config.mode == Mode.SYNC:
         trainer = engine = cores
@@ -208,6 +208,6 @@ def _threads(config: Config, cores: int | None) -> str:
         share = "all cores each, in turn" if config.mode == Mode.SYNC else "half of the cores each"
         trainer = config.trainer.num_threads or f"default ({share})"
         engine = config.trainer.engine_threads or f"default ({share})"
-        return f"trainer {trainer}, engine {engine}, engine while the trainer waits: all cores"
+        return f"trainer {trainer}, engine {engine}, each all cores while the other one is idle"
     trainer, engine, alone = thread_layout(config, cores)
-    return f"trainer {trainer}, engine {engine}, engine while the trainer waits {alone}"
+    return f"trainer {trainer}, engine {engine}, each {alone} while the other one is idle"

@@ -325,6 +325,9 @@ class ScriptedEngine:
             request.versions.append(version)
         self.notify()
 
+    async def rescore_prefixes(self) -> None:
+        """Its log-probs do not depend on weights: nothing has drifted."""
+
     def describe(self) -> str:
         """One line."""
         return f"scripted engine with {len(self.live)} live requests"
