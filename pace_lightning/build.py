@@ -43,10 +43,11 @@ from pace_lightning.training.policy import copy_for_engine, load_policy, load_to
 from pace_lightning.training.timing import RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
-MAX_LAG0_GAP = {"32-true": 1e-3, "bf16-mixed": 0.05}
-"""Nats per token by which engine and trainer may differ before an alarm.
+MAX_LAG0_GAP = {"32-true": 1e-3, "bf16-mixed": 0.1}
+"""Nats by which the mean log-prob of engine and trainer may differ before an alarm.
 
-Measured on tokens of the present version.
+On tokens of the present version. In bfloat16, 0.02 to 0.06 was measured with SmolLM2-135M; float32
+differs by rounding only.
 """
 
 

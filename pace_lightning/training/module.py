@@ -182,7 +182,7 @@ class PolicyModule(pl.LightningModule):
             "ratio/ess_share": sums["weight_sum"] ** 2
             / max(sums["weight_square_sum"] * tokens, 1e-12),
             "tokens/trained": sums["tokens"],
-            "tokens/computed": sums["computed"],
+            "tokens/consumed": sums["consumed"],
             "optim/learning_rate": sums["learning_rate"],
         }
         if self._kl_coef:
@@ -255,7 +255,7 @@ class PolicyModule(pl.LightningModule):
                 self._sums[name] += float(value)
         self._sums["loss"] += loss
         self._sums["entropy"] += float(entropies[batch.loss_mask].sum())
-        self._sums["computed"] += batch.input_ids.numel()
+        self._sums["consumed"] += float(batch.attention_mask.sum())
         fresh = batch.loss_mask & (batch.token_versions == batch.version)
         if bool(fresh.any()):
             gap = (logprobs - batch.behavior_logprobs)[fresh].abs()

@@ -65,7 +65,7 @@ LAYOUT = {
         ],
         "tokens per second": [
             "Multiline",
-            ["tokens/generated_per_second", "tokens/computed_per_second"],
+            ["tokens/generated_per_second", "tokens/consumed_per_second"],
         ],
     }
 }
@@ -288,7 +288,7 @@ class LearningMonitor(StepMonitor):
         wall = max(step_seconds["total"] - step_seconds["evaluate"], 1e-9)
         metrics |= {
             "tokens/generated_per_second": (now.tokens - self._before.tokens) / wall,
-            "tokens/computed_per_second": metrics["tokens/computed"]
+            "tokens/consumed_per_second": metrics["tokens/consumed"]
             / max(step_seconds["train"], 1e-9),
             "time/rss_gib": psutil.Process().memory_info().rss / 2**30,
         }

@@ -465,17 +465,17 @@ def test_the_statistics_of_each_step_are_those_of_its_whole_draw_alone(micro_bat
         groups = make_groups(seed)
         expected.append(expected_statistics(policy, groups, VERSION))
         draws += near_policy(policy, make_batches(groups, micro_batches), spread=0.6)
-    computed = [
-        sum(batch.input_ids.numel() for batch in draws[i : i + micro_batches])
+    consumed = [
+        sum(int(batch.attention_mask.sum()) for batch in draws[i : i + micro_batches])
         for i in range(0, len(draws), micro_batches)
     ]
     module = make_module(policy, learning_rate=0.0)
     recorder, _ = fit(module, draws, micro_batches=micro_batches)
     assert len(recorder.metrics) == 2
-    for metrics, values, positions in zip(recorder.metrics, expected, computed, strict=True):
+    for metrics, values, tokens in zip(recorder.metrics, expected, consumed, strict=True):
         for name, value in values.items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-        assert metrics["tokens/computed"] == positions
+        assert metrics["tokens/consumed"] == tokens
     assert module.step_metrics == recorder.metrics[1]
 
 
