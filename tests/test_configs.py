@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from pace_lightning.build import build
 from pace_lightning.config_checks import check
 from pace_lightning.config_explain import explain
 from pace_lightning.config_load import load
@@ -24,3 +26,17 @@ def test_a_shipped_configuration_loads_passes_the_checks_and_is_explained(file):
     check(config)
     assert config.name == file.stem
     assert "expected lag" in explain(config, cores=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_configuration_builds_its_objects_and_starts_nothing(file, tmp_path):
+    threads = {thread.name for thread in threading.enumerate()}
+    config = load(file)
+    experiment = build(config, tmp_path, emit=lambda _: None)
+    assert experiment.num_train_prompts > config.trainer.groups_per_step
+    assert experiment.num_eval_prompts == config.data.held_out > 0
+    steps = config.trainer.steps * config.trainer.micro_batches
+    assert len(experiment.datamodule.train_dataloader()) == steps
+    assert not experiment.datamodule.worker.is_alive
+    assert {thread.name for thread in threading.enumerate()} <= threads
