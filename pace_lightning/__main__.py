@@ -11,6 +11,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,5 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _leave(code: int) -> None:
+    """Exit, also if a thread of a wedged engine can neither be ended nor joined."""
+    deadline = time.monotonic() + 5.0
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                print(f"leaving thread {thread.name} behind", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(code or 1)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

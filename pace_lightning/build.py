@@ -43,7 +43,7 @@ from pace_lightning.training.policy import copy_for_engine, load_policy, load_to
 from pace_lightning.training.timing import RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
-MAX_LAG0_GAP = {"32-true": 1e-3, "bf16-mixed": 0.1}
+MAX_LAG0_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Nats by which the mean log-prob of engine and trainer may differ before an alarm.
 
 On tokens of the present version. In bfloat16, 0.02 to 0.06 was measured with SmolLM2-135M; float32
@@ -138,6 +138,7 @@ def build(
         engine_threads_while_waiting=all_threads,
         waiting=lambda: time_ledger.span("wait"),
         on_draw=sample_writer(config, run_dir / "samples.jsonl", tokenizer),
+        may_reject=config.mode != Mode.SYNC,
         total_steps=config.trainer.steps,
         groups_per_step=config.trainer.groups_per_step,
         num_micro_batches=config.trainer.micro_batches,
@@ -169,7 +170,7 @@ def build(
             time_ledger=time_ledger,
             weight_sync=weight_sync,
             generated=lambda: datamodule.worker.generated,
-            max_lag0_gap=MAX_LAG0_GAP.get(config.trainer.precision),
+            max_lag0_gap=_max_lag0_gap(config),
             emit=emit,
         ),
     ]
@@ -274,11 +275,24 @@ def _module(config: Config, policy: Any) -> PolicyModule:
     )
 
 
+def _engine_dtype(config: Config) -> torch.dtype:
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return named.get(config.engine.dtype, _trainer_dtype(config))
+
+
+def _trainer_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.trainer.precision.startswith("bf16") else torch.float32
+
+
+def _max_lag0_gap(config: Config) -> float | None:
+    """The alarm threshold of the coarser of the two; none if old keys and values are kept."""
+    if config.engine.kv_cache == KVCache.KEEP:
+        return None
+    return max(MAX_LAG0_GAP[_engine_dtype(config)], MAX_LAG0_GAP[_trainer_dtype(config)])
+
+
 def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> LocalEngine:
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
-        config.engine.dtype,
-        torch.bfloat16 if config.trainer.precision.startswith("bf16") else torch.float32,
-    )
+    dtype = _engine_dtype(config)
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + new_tokens
     allowed = getattr(policy.config, "max_position_embeddings", None)
@@ -289,8 +303,9 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Lo
         )
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return LocalEngine(
-        copy_for_engine(policy, dtype),
+        copy_for_engine(policy, dtype).to(device),
         stop_token_ids=sorted(stop_ids),
         pad_token_id=tokenizer.pad_token_id,
         max_sequence_tokens=longest,
@@ -307,7 +322,7 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Lo
 
 def _admission(config: Config) -> AdmissionPolicy:
     if config.mode == Mode.SYNC:
-        return MaxLag(0)  # an assertion: synchronous dispatch leaves nothing to reject
+        return MaxLag(0)  # an assertion: the stream refuses a draw that rejected anything
     if config.admission.policy == "max_lag":
         assert config.admission.max_lag is not None
         return MaxLag(config.admission.max_lag)

@@ -15,7 +15,7 @@ from pace_lightning.rollout.engine import Completion
 from pace_lightning.rollout.groups import ScoringFailedError
 from pace_lightning.tasks.prompts import PromptRow, tokenize_prompts
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerError, ScorerPool, ScorerTimeout
-from pace_lightning.tasks.sources import load_rows, normalize_rows, split_held_out
+from pace_lightning.tasks.sources import load_rows, normalize_rows, prompt_text, split_held_out
 
 
 def prompts_of(
@@ -48,6 +48,13 @@ def prompts_of(
     )
     if data.eval_sources:
         evaluation = rows_of(data.eval_sources)
+        asked = {prompt_text(row["prompt"]).strip() for row in evaluation}
+        num_before = len(train)
+        train = [row for row in train if prompt_text(row["prompt"]).strip() not in asked]
+        if len(train) < num_before:
+            emit(f"dropped {num_before - len(train)} training prompts that evaluation asks too")
+        if not train:
+            raise ConfigError("data.eval_sources holds every prompt of data.sources: none is left")
     tokenize = functools.partial(
         tokenize_prompts,
         tokenizer_fn=_tokenizer_fn(config, tokenizer),
@@ -57,6 +64,12 @@ def prompts_of(
     )
     train_rows, num_skipped = tokenize(train)
     eval_rows, num_eval_skipped = tokenize(evaluation) if evaluation else ([], 0)
+    epochs, needed = data.epochs, config.trainer.groups_per_step
+    if epochs is not None and epochs * len(train_rows) < needed:
+        raise ConfigError(
+            f"data.epochs {epochs} x {len(train_rows)} prompts = {epochs * len(train_rows)}, but "
+            f"one step needs trainer.groups_per_step {needed}: no step could ever be taken"
+        )
     emit(f"{len(train_rows)} training prompts, {len(eval_rows)} held out")
     if num_skipped or num_eval_skipped:
         emit(

@@ -281,7 +281,7 @@ class TrainerConfig:
     on_nothing_to_learn: str = "error"
     """``error`` or ``finish``."""
     checkpoint_every_steps: int = 0
-    """0: only at the end."""
+    """Resumable checkpoints; 0: none, only the model at the end."""
     keep_checkpoints: int = 2
     num_threads: int | None = None
     """Intra-op threads of the trainer on CPU. None: half of the cores (async), all (sync)."""

@@ -80,7 +80,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval.timeout_seconds": (lambda x: x > 0, "above 0"),
     "logging.samples_every_steps": (lambda x: x >= 0, "at least 0"),
     "loss.clip_high": (lambda x: x > 0, "above 0"),
-    "loss.clip_low": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "loss.clip_low": (lambda x: 0 < x < 1, "in (0, 1)"),
     "loss.dual_clip": (lambda x: x > 1, "above 1"),
     "loss.kl_coef": (lambda x: x >= 0, "at least 0"),
     "loss.std_ddof": (lambda x: x in (0, 1), "0 or 1"),
@@ -201,10 +201,10 @@ def _admission(config: Config) -> Iterator[str]:
         if policy == "max_lag":
             yield "admission.policy is max_lag, but admission.max_lag is not set"
         return
-    if policy == "all":
+    if policy != "max_lag":
         yield (
-            f"admission.max_lag is {max_lag}, but admission.policy is all, which ignores it; set "
-            "admission.policy: max_lag"
+            f"admission.max_lag is {max_lag}, but admission.policy is {policy}, which ignores it; "
+            "set admission.policy: max_lag"
         )
     if max_lag < every - 1:
         yield (
@@ -284,6 +284,13 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
+    if config.model.attention == "eager" and config.admission.policy == "pace":
+        yield (
+            "model.attention is eager, with which the local engine cannot re-score prefixes for "
+            "admission.policy pace; use sdpa"
+        )
+    if config.data.system_prompt is not None and not config.data.chat_template:
+        yield "data.system_prompt is set, but data.chat_template is false: nobody would see it"
     if config.model.shared_prompts and config.model.gradient_checkpointing:
         yield (
             "model.shared_prompts and model.gradient_checkpointing are both true, but the first "

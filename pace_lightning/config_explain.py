@@ -138,6 +138,9 @@ def _lag(config: Config) -> str:
         text = "0 versions: every step trains on what its own weights generated"
     elif eta is not None:
         text = f"at most about {eta} versions; a rollout that lasts longer than that exceeds it"
+        if outstanding_limit(config) < (eta + 1) * config.trainer.groups_per_step:
+            steady = outstanding_limit(config) / config.trainer.groups_per_step
+            text = f"about {steady:g} versions: the slots are tighter than eta = {eta}"
     else:
         steady = outstanding_limit(config) / config.trainer.groups_per_step
         text = (
@@ -208,6 +211,11 @@ def _threads(config: Config, cores: int | None) -> str:
         share = "all cores each, in turn" if config.mode == Mode.SYNC else "half of the cores each"
         trainer = config.trainer.num_threads or f"default ({share})"
         engine = config.trainer.engine_threads or f"default ({share})"
-        return f"trainer {trainer}, engine {engine}, each all cores while the other one is idle"
+        return (
+            f"trainer {trainer}, engine {engine}; the engine gets all cores while the trainer waits"
+        )
     trainer, engine, alone = thread_layout(config, cores)
-    return f"trainer {trainer}, engine {engine}, each {alone} while the other one is idle"
+    takeover = f"engine {engine}, {alone} while the trainer waits"
+    if config.trainer.num_threads is not None:
+        return f"trainer {trainer}, {takeover}"
+    return f"trainer {trainer}, {alone} while the engine is idle; {takeover}"

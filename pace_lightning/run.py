@@ -18,6 +18,7 @@ import torch
 
 from pace_lightning.build import Experiment, build
 from pace_lightning.config import Config, ConfigError
+from pace_lightning.config_checks import check
 from pace_lightning.config_explain import run_directory
 from pace_lightning.config_load import load, to_yaml
 from pace_lightning.core.trajectory import PolicyVersion
@@ -53,6 +54,8 @@ def resume(run_dir: Path, emit: Emit) -> int:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
     config = load(run_dir / "config.yaml")
+    check(config)
+    logging.getLogger().setLevel(config.logging.level.upper())
     checkpoint, version = _newest_checkpoint(run_dir, emit)
     emit(f"resuming at version {version} from {checkpoint}")
     keep_lines_before(run_dir / "samples.jsonl", version)
@@ -64,14 +67,20 @@ def evaluate(config: Config, emit: Emit) -> int:
     run_dir = run_directory(config, datetime.now())
     run_dir.mkdir(parents=True, exist_ok=True)
     _quiet()
-    experiment = _build(config, run_dir, emit)
-    if not experiment.num_eval_prompts:
-        raise ConfigError("nothing to evaluate: set data.held_out or data.eval_sources")
-    experiment.trainer.loggers = []  # run_dir may hold a run, whose curves this is no point of
     try:
-        metrics = _validate(experiment)
-    finally:
-        experiment.datamodule.close()
+        experiment = _build(config, run_dir, emit)
+        try:
+            if not experiment.num_eval_prompts:
+                raise ConfigError("nothing to evaluate: set data.held_out or data.eval_sources")
+            experiment.trainer.loggers = []  # run_dir may hold a run, with curves of its own
+            metrics = _validate(experiment)
+        finally:
+            experiment.datamodule.close()
+    except BaseException as error:
+        if not any(run_dir.iterdir()):
+            run_dir.rmdir()
+        _unmask_interrupt(error)
+        raise
     for name, value in metrics.items():
         emit(f"{name:<18} {value:.4f}")
     (run_dir / "evaluation.json").write_text(json.dumps(metrics, indent=2) + "\n")
@@ -158,12 +167,14 @@ def _fit(
             emit(str(error))
             summary |= {"status": "nothing_to_learn", "error": str(error)}
         experiment.datamodule.end()
-        if summary["status"] == "finished":
-            if experiment.trainer.global_step < config.trainer.steps:
-                summary["status"] = "data_ended"
-            if experiment.num_eval_prompts:
-                after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
-                after = after or _validate(experiment)
+        if (
+            summary["status"] == "finished"
+            and experiment.trainer.global_step < config.trainer.steps
+        ):
+            summary["status"] = "data_ended"
+        if experiment.num_eval_prompts:
+            after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
+            after = after or _validate(experiment)
         with experiment.time_ledger.span("checkpoint"):
             target = run_dir / "checkpoints" / "final"
             experiment.module.policy.save_pretrained(target)
@@ -172,8 +183,7 @@ def _fit(
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         summary |= {"status": "interrupted" if interrupted else "failed", "error": repr(error)}
-        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None  # Lightning turns Ctrl-C into exit code 1
+        _unmask_interrupt(error)
         raise
     finally:
         if experiment is not None:
@@ -206,6 +216,12 @@ def _build(
     except (ValueError, OSError, ScorerError, ScorerTimeout) as error:
         raise ConfigError(str(error)) from error
     return experiment
+
+
+def _unmask_interrupt(error: BaseException) -> None:
+    """Lightning turns Ctrl-C into an exit with code 1; raise what it was."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        raise error.__context__ from None
 
 
 def _validate(experiment: Experiment) -> dict[str, float]:

@@ -458,7 +458,7 @@ def test_explain_shows_the_numbers_that_follow(folder):
         "policy / mu, the behavior policy",
         "dapo: maximize token-mean of min(r A, clip(r, 0.8, 1.28) A)",
         "2 held-out prompts x 4 = 8 responses, 2 times",
-        "trainer 1, engine 1, each 2 while the other one is idle",
+        "trainer 1, 2 while the engine is idle; engine 1, 2 while the trainer waits",
     ):
         assert line in text, line
 

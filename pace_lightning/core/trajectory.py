@@ -30,8 +30,6 @@ class Fate(StrEnum):
     """Ready, but over the hard lag limit."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards equal: no gradient (dynamic sampling)."""
-    TOO_LONG = "too_long"
-    """The prompt exceeds the allowed length and was skipped."""
     FAILED = "failed"
     """The engine failed, or returned something that must not be trained on (a NaN log-prob)."""
     TIMED_OUT = "timed_out"

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
 from pace_lightning.rollout.local_requests import Request, Response, rescore_unfinished
+from pace_lightning.rollout.weights import compare_manifest, copy_weights
 
 GREEDY_TEMPERATURE = 1e-6
 """What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
@@ -98,7 +99,7 @@ class LocalEngine:
         self._temperatures = {_served(t) for t in temperatures}
         self._seed = seed
         self._startup_timeout_seconds = startup_timeout_seconds
-        self._parameters = {name: p.data for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
         self._manager: Any = None
         self._clock: Callable[[], PolicyVersion] = lambda: 0
         self._version: PolicyVersion = 0
@@ -211,9 +212,9 @@ class LocalEngine:
 
     async def load_weights(self, weights: Mapping[str, Tensor], *, version: PolicyVersion) -> None:
         """See `RolloutEngine.load_weights`."""
-        self._compare_manifest(weights)
+        compare_manifest(self._parameters, weights)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._copy, weights)
+        await loop.run_in_executor(self._executor, copy_weights, self._parameters, weights)
         self._version = version
         # tokens of requests withdrawn since the last publication
         with contextlib.suppress(queue.Empty):
@@ -245,30 +246,10 @@ class LocalEngine:
         manager, self._manager = self._manager, None
         executor, self._executor = self._executor, None
         if manager is not None:
-            stop = functools.partial(manager.stop, block=True, timeout=30.0, hard_stop=True)
+            stop = functools.partial(manager.stop, block=True, timeout=10.0, hard_stop=True)
             await asyncio.get_running_loop().run_in_executor(None, stop)
         if executor is not None:
             executor.shutdown(wait=False)
-
-    def _compare_manifest(self, weights: Mapping[str, Tensor]) -> None:
-        missing = sorted(self._parameters.keys() - weights.keys())
-        unknown = sorted(weights.keys() - self._parameters.keys())
-        shapes = [
-            f"{name}: engine {tuple(own.shape)}, trainer {tuple(weights[name].shape)}"
-            for name, own in self._parameters.items()
-            if name in weights and own.shape != weights[name].shape
-        ]
-        if missing or unknown or shapes:
-            raise EngineError(
-                "trainer and engine disagree on the weights; nothing was loaded. "
-                f"Missing: {missing[:5]}; unknown to the engine: {unknown[:5]}; shapes: "
-                f"{shapes[:5]}"
-            )
-
-    @torch.no_grad()
-    def _copy(self, weights: Mapping[str, Tensor]) -> None:
-        for name, own in self._parameters.items():
-            own.copy_(weights[name])
 
     def _rescore(self) -> None:
         if self.num_threads is not None:

@@ -1,9 +1,8 @@
 """The rollout thread: keeps groups in flight, scores them, and puts them into the pool.
 
-One daemon thread with one event loop. It waits for free slots (woken by a draw, a finished group or
-a publication) and for the engine; nothing in its loop blocks. The trainer's thread calls `start`,
-`train`, `publish`, `advance`, `evaluate`, `stop_training` and `close`; each waits for the loop with
-a deadline. Whatever ends the thread, the pool is told first of all.
+One event loop, in which nothing blocks: it waits for free slots (woken by a draw, a finished group
+or a publication) and for the engine. What the trainer's thread calls waits for the loop with a
+deadline. Whatever ends the thread, the pool is told first of all.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class RolloutWorker(LoopThread):
         sampling: of training rollouts.
         prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses
             are not re-scored at publications.
-        in_rounds: dispatch only when nothing is in flight, and then all at once while the engine is
-            paused, so that what is sampled does not depend on timing (synchronous mode).
+        in_rounds: dispatch when nothing is in flight, all at once and while the engine is paused,
+            so that what is sampled does not depend on timing (synchronous mode).
         group_timeout_seconds: for the generation of one group.
         drop_zero_variance: settle groups with equal scores at once (dynamic sampling).
         max_empty_groups: groups in a row without gradient before the run is ended.
@@ -191,9 +190,8 @@ class RolloutWorker(LoopThread):
         """One line for error messages: who waits for what."""
         now = time.monotonic()
         oldest = max((now - since for since in list(self._in_flight.values())), default=0.0)
-        state = "alive" if self.is_alive else "dead"
         return (
-            f"rollout thread {state} at version {self._version}, {len(self._in_flight)} groups in "
+            f"{super().describe()} at version {self._version}, {len(self._in_flight)} groups in "
             f"flight (oldest for {oldest:.0f} s), {len(self._pool)} ready, last event: "
             f"{self._last_event}; {self._engine.describe()}"
         )
@@ -236,7 +234,8 @@ class RolloutWorker(LoopThread):
             self._pool.close()
 
     def _num_dispatchable(self) -> int:
-        if not (self._training and self._dispatch_open) or (self._in_rounds and self._in_flight):
+        closed = self._data_ended or not (self._training and self._dispatch_open)
+        if closed or (self._in_rounds and self._in_flight):
             return 0
         return self._dispatch.capacity(
             DispatchCounts(
@@ -315,7 +314,8 @@ class RolloutWorker(LoopThread):
             self._num_empty += 1
             self._empty_scores.append(group.mean_score)
             if self._num_empty >= self._max_empty_groups:
-                raise nothing_to_learn(self._num_empty, self._empty_scores)
+                self._training = False  # the engine lives on, for a last evaluation
+                self._pool.fail(nothing_to_learn(self._num_empty, self._empty_scores))
             return
         self._num_empty = 0
         self._leave(prompt.uid)
@@ -389,7 +389,7 @@ class RolloutWorker(LoopThread):
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[EvaluatedPrompt]:
         while self._in_rounds and (self._in_flight or self._num_dispatchable() > 0):
-            await asyncio.sleep(0.005)  # a round first, so that sampling does not depend on timing
+            await asyncio.sleep(0.005)  # a round first: see in_rounds
         self._dispatch_open = False
         try:
             return await evaluate(

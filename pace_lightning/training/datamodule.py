@@ -105,7 +105,7 @@ class RolloutDataModule(pl.LightningDataModule):
         group_timeout_seconds: for the generation of one group.
         drop_zero_variance: dynamic sampling.
         max_empty_groups: groups without gradient in a row before the run ends.
-        require_gradient: never take a step whose groups all have equal rewards.
+        require_gradient: whether a draw whose groups all have equal rewards is repeated.
         startup_timeout_seconds: for the engine.
         publish_timeout_seconds: for one publication.
         engine_threads_while_waiting: intra-op threads of the engine while the trainer waits; None:
@@ -165,6 +165,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._max_empty_groups = max_empty_groups
         self._num_redrawn = 0
         self._groups_per_step: int = stream["groups_per_step"]
+        self._mask_truncated: bool = stream["mask_truncated"]
         self._drawn: list[TrajectoryGroup] = []
         self._published: PolicyVersion | None = None
         self._started = False
@@ -192,7 +193,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self._stream = TrajectoryStream(
             self.pool,
             policy_version=lambda: self._policy_version(),
-            drop_empty=self._drop_empty if require_gradient else None,
+            drop_empty=self._drop_empty,
+            needs_spread=require_gradient,
             on_draw=self._take,
             waiting=self._wait_for_draw,
             **stream,
@@ -209,8 +211,12 @@ class RolloutDataModule(pl.LightningDataModule):
         return EvaluationStream(self.evaluate)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning does not call ``teardown`` after an exception; close here."""
-        self.close()
+        """Lightning does not call ``teardown`` after an exception; close here.
+
+        Not if there is nothing left to learn: then the caller may still want an evaluation.
+        """
+        if not isinstance(exception, NothingToLearnError):
+            self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Prompts, ledger and the admission policy's memory; primitives only."""
@@ -270,7 +276,11 @@ class RolloutDataModule(pl.LightningDataModule):
         """The optimizer step on the last draw was taken: its prompts are trained."""
         for group in self._drawn:
             self._settle(group.prompt.uid, Fate.TRAINED, group.num_tokens)
-            self.tokens_trained += group.num_tokens
+            self.tokens_trained += sum(
+                len(t.token_ids)
+                for t in group.trajectories
+                if not (self._mask_truncated and t.truncated)
+            )
         self._drawn = []
         self.ledger.check()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -258,7 +257,6 @@ class LearningMonitor(StepMonitor):
         self._emit = emit
         self._before = GeneratedStatistics()
         self._seconds: dict[str, float] = {}
-        self._since = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lay out the TensorBoard page; start the clocks of the first step."""
@@ -266,7 +264,6 @@ class LearningMonitor(StepMonitor):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(LAYOUT)
         self._seconds = self._time_ledger.seconds()
-        self._since = time.monotonic()
         self._before = self._generated()
 
     def on_step_end(self, trainer: pl.Trainer, module: PolicyModule, report: DrawReport) -> None:
@@ -310,7 +307,7 @@ class LearningMonitor(StepMonitor):
             )
         self._emit(
             f"step {report.version + 1:>4}/{self._total_steps}  "
-            f"reward {generated_mean:.2f}  "
+            f"reward {f'{generated_mean:.2f}' if groups else '   -'}  "
             f"lag {report.total_staleness_versions:.2f} = "
             f"{report.generation_staleness_versions:.2f} gen + "
             f"{report.waiting_staleness_versions:.2f} wait  "

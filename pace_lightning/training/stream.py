@@ -33,9 +33,11 @@ class TrajectoryStream:
         mask_truncated: leave truncated responses out of the loss.
         keep_groups: put the responses to one prompt into the same micro-batch.
         draw_timeout_seconds: deadline of one draw.
-        drop_empty: called with the groups of a draw in which no group has two different rewards;
-            the draw is repeated, since an optimizer step without gradient is never taken. May raise
-            to give up. None: train on such draws too (a KL penalty gives them a gradient).
+        drop_empty: called with the groups of a draw that has no gradient; the draw is repeated,
+            since an optimizer step without gradient is never taken. May raise to give up.
+        needs_spread: whether equal rewards mean no gradient; false with a KL penalty, which has one
+            of its own.
+        may_reject: False in synchronous mode: a rejected group is an error there.
         on_draw: called with the groups of each draw, before it is handed out.
         waiting: context manager entered while the trainer waits for a draw.
     """
@@ -54,7 +56,9 @@ class TrajectoryStream:
         mask_truncated: bool,
         keep_groups: bool,
         draw_timeout_seconds: float,
-        drop_empty: Callable[[list[TrajectoryGroup]], None] | None,
+        drop_empty: Callable[[list[TrajectoryGroup]], None],
+        needs_spread: bool,
+        may_reject: bool,
         on_draw: Callable[[list[TrajectoryGroup]], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -70,6 +74,8 @@ class TrajectoryStream:
         self._keep_groups = keep_groups
         self._draw_timeout_seconds = draw_timeout_seconds
         self._drop_empty = drop_empty
+        self._needs_spread = needs_spread
+        self._may_reject = may_reject
         self._on_draw = on_draw
         self._waiting = waiting
 
@@ -116,14 +122,20 @@ class TrajectoryStream:
                     again=bool(reports),
                 )
             reports.append(report)
-            if self._drop_empty is None or any(self._has_gradient(group) for group in groups):
+            if report.rejected_groups and not self._may_reject:
+                raise RuntimeError(
+                    f"{report.rejected_groups} groups of step {version} were too old in "
+                    "synchronous mode, where every lag must be 0: the clocks of trainer and "
+                    "engine disagree"
+                )
+            if any(self._has_gradient(group) for group in groups):
                 return groups, _merged(reports)
             self._drop_empty(groups)
 
     def _has_gradient(self, group: TrajectoryGroup) -> bool:
         rewards = {trajectory.reward for trajectory in group.trajectories}
         trained = not self._mask_truncated or any(not t.truncated for t in group.trajectories)
-        return trained and len(rewards) > 1
+        return trained and (len(rewards) > 1 or not self._needs_spread)
 
 
 def _merged(reports: Sequence[DrawReport]) -> DrawReport:

@@ -70,6 +70,8 @@ class WeightSync(pl.Callback):
                 f"version {version}: one draw must be exactly one optimizer step"
             )
         self._datamodule.complete_step()
+        if version == trainer.max_steps:
+            self._datamodule.worker.stop_training()  # nobody will draw what it would generate
         if version % self._every_steps == 0:
             self._publish(pl_module)
         else:

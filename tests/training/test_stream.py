@@ -65,7 +65,9 @@ def make_stream(pool, policy_version, **changes):
         "mask_truncated": False,
         "keep_groups": False,
         "draw_timeout_seconds": DEADLINE_SECONDS,
-        "drop_empty": None,
+        "drop_empty": lambda groups: None,
+        "needs_spread": False,
+        "may_reject": True,
         "on_draw": lambda groups: None,
     }
     return TrajectoryStream(pool, policy_version=policy_version, **(arguments | changes))
@@ -292,6 +294,7 @@ def test_a_draw_without_gradient_is_repeated_and_its_groups_are_handed_back():
         versions,
         total_steps=1,
         groups_per_step=2,
+        needs_spread=True,
         drop_empty=lambda groups: dropped.append([group.prompt.uid for group in groups]),
         on_draw=lambda groups: announced.append([group.prompt.uid for group in groups]),
     )
@@ -318,7 +321,7 @@ def test_rejections_of_a_repeated_draw_stay_in_its_report():
         pool.put(make_group(3, version=1))
         pool.put(make_group(4, version=3))
 
-    stream = make_stream(pool, versions, total_steps=5, drop_empty=drop)
+    stream = make_stream(pool, versions, total_steps=5, drop_empty=drop, needs_spread=True)
     ((batch,),) = drawn(stream, versions)
     report = batch.report
     assert settled == [(f"{uid:03}", Fate.TOO_STALE, 7) for uid in (0, 1, 3)]
@@ -341,6 +344,7 @@ def test_a_draw_whose_differing_responses_carry_no_loss_has_no_gradient():
         versions,
         total_steps=1,
         mask_truncated=True,
+        needs_spread=True,
         drop_empty=dropped.extend,
     )
     ((batch,),) = drawn(stream, versions)
@@ -405,7 +409,7 @@ def test_who_gives_up_on_empty_draws_ends_the_run():
 
     trainer = make_trainer()
     pool = make_pool([make_group(0), make_group(1, rewards=(0.0, 0.0))])
-    stream = make_stream(pool, lambda: trainer.global_step, drop_empty=give_up)
+    stream = make_stream(pool, lambda: trainer.global_step, drop_empty=give_up, needs_spread=True)
     with pytest.raises(ZeroDivisionError) as caught:
         trainer.fit(Module(), train_dataloaders=stream)
     assert caught.value is error
