@@ -171,6 +171,7 @@ def build(
             weight_sync=weight_sync,
             generated=lambda: datamodule.worker.generated,
             max_lag0_gap=_max_lag0_gap(config),
+            may_reject=config.admission.policy != "all",
             emit=emit,
         ),
     ]

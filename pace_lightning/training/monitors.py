@@ -34,14 +34,6 @@ LAYOUT = {
             "Multiline",
             ["staleness/generation", "staleness/waiting", "staleness/total"],
         ],
-        "staleness of what was rejected (versions)": [
-            "Multiline",
-            [
-                "staleness/rejected/generation",
-                "staleness/rejected/waiting",
-                "staleness/rejected/effective",
-            ],
-        ],
         "pool (groups)": [
             "Multiline",
             [
@@ -70,6 +62,18 @@ LAYOUT = {
 }
 """One page of TensorBoard's Custom Scalars."""
 
+REJECTED = {
+    "staleness of what was rejected (versions)": [
+        "Multiline",
+        [
+            "staleness/rejected/generation",
+            "staleness/rejected/waiting",
+            "staleness/rejected/effective",
+        ],
+    ]
+}
+"""One more plot, where something may be rejected."""
+
 
 def log_metrics(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:
     """Send metrics to every logger of the run."""
@@ -78,12 +82,18 @@ def log_metrics(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) ->
 
 
 def log_histogram(trainer: pl.Trainer, name: str, values: Sequence[float], step: int) -> None:
-    """Send a histogram to the loggers that know how."""
+    """Send a histogram to the loggers that know how.
+
+    Under a name of its own: the Custom Scalars page cannot show a scalar that shares its tag with a
+    histogram.
+    """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and values:
             import numpy as np
 
-            logger.experiment.add_histogram(name, np.asarray(values, dtype=np.float64), step)
+            logger.experiment.add_histogram(
+                f"histograms/{name}", np.asarray(values, dtype=np.float64), step
+            )
 
 
 def keep_lines_before(path: Path, version: PolicyVersion) -> None:
@@ -236,6 +246,7 @@ class LearningMonitor(StepMonitor):
         generated: totals of the rollout side.
         max_lag0_gap: mean absolute difference between engine and trainer log-probs on tokens of the
             present version above which a warning is given; None: never.
+        may_reject: whether rejected groups get a plot.
         emit: prints a line.
     """
 
@@ -247,6 +258,7 @@ class LearningMonitor(StepMonitor):
         weight_sync: WeightSync,
         generated: Callable[[], GeneratedStatistics],
         max_lag0_gap: float | None,
+        may_reject: bool,
         emit: Callable[[str], None],
     ) -> None:
         self._total_steps = total_steps
@@ -254,6 +266,7 @@ class LearningMonitor(StepMonitor):
         self._weight_sync = weight_sync
         self._generated = generated
         self._max_lag0_gap = max_lag0_gap
+        self._may_reject = may_reject
         self._emit = emit
         self._before = GeneratedStatistics()
         self._seconds: dict[str, float] = {}
@@ -262,7 +275,8 @@ class LearningMonitor(StepMonitor):
         """Lay out the TensorBoard page; start the clocks of the first step."""
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_custom_scalars(LAYOUT)
+                plots = LAYOUT["pace_lightning"] | (REJECTED if self._may_reject else {})
+                logger.experiment.add_custom_scalars({"pace_lightning": plots})
         self._seconds = self._time_ledger.seconds()
         self._before = self._generated()
 

@@ -175,7 +175,8 @@ def test_files_and_curves_are_cut_at_the_restored_version(
     events.Reload()
     for tag in ("staleness/total", "pool/occupancy_before_groups", "time/total_seconds"):
         assert [event.step for event in events.Scalars(tag)] == list(range(STEPS)), tag
-    assert [event.step for event in events.Histograms("staleness/total")] == list(range(STEPS))
+    histograms = events.Histograms("histograms/staleness/total")
+    assert [event.step for event in histograms] == list(range(STEPS))
     assert [event.step for event in events.Scalars("eval/pass_rate")] == [0, STEPS]
 
 

@@ -155,9 +155,12 @@ def test_tensorboard_has_the_page_of_multi_line_charts_and_staleness_histograms(
 ) -> None:
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    tags = events.Tags()
+    # the page of charts cannot show a scalar that shares its tag with a histogram
+    assert not {*tags["scalars"]} & {*tags["histograms"]}
     for curve in (b"staleness/waiting", b"pool/occupancy_before_groups", b"eval/pass_rate"):
         assert curve in layout
-    plots = events.Histograms("staleness/total")
+    plots = events.Histograms("histograms/staleness/total")
     assert [plot.step for plot in plots] == list(range(STEPS))
     assert {plot.histogram_value.num for plot in plots} == {GROUPS_PER_STEP * GROUP_SIZE}
 
@@ -309,4 +312,7 @@ def test_pace_rejects_surplus_and_reports_both_sides(tmp_path: Path) -> None:
     assert {"pool/budget_groups", "staleness/effective", "staleness/rejected/effective"} <= {
         *tags["scalars"]
     }
-    assert {"staleness/prefix_forgetting", "staleness/rejected/effective"} <= {*tags["histograms"]}
+    assert {
+        "histograms/staleness/prefix_forgetting",
+        "histograms/staleness/rejected/effective",
+    } <= {*tags["histograms"]}
