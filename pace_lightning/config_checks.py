@@ -233,6 +233,7 @@ def _pace(config: Config) -> Iterator[str]:
     pace, needed = config.pace, config.trainer.groups_per_step
     if config.mode == Mode.SYNC:
         yield "admission.policy is pace, but in mode sync nothing waits in the pool; use mode async"
+        return
     if pace.target_groups is not None and pace.target_groups < needed:
         yield (
             f"pace.target_groups is {pace.target_groups} but a step needs {needed} groups "

@@ -351,6 +351,23 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
             "admission.max_lag is 1, but weights are published every 3 steps (sync.every_steps), "
             "so they are up to 2 versions old",
         ),
+        (
+            ["admission.policy=pace", "admission.max_lag=2", "rollout.eta=2"],
+            "admission.max_lag is 2, but admission.policy is pace, which ignores it",
+        ),
+        (
+            ["admission.policy=pace", "pace.target_groups=4"],
+            "pace.target_groups is 4 but a step needs 8 groups",
+        ),
+        (
+            ["admission.policy=pace", "pace.target_groups=16"],
+            "at most 16 groups may be outstanding, so the pool can never exceed",
+        ),
+        (["admission.policy=pace", "mode=sync"], "in mode sync nothing waits in the pool"),
+        (["admission.policy=pace", "pace.window=32"], "smaller than pace.window_minimum 64"),
+        (["admission.policy=pace", "pace.gamma=-1"], "pace.gamma is -1.0; it must be at least 0"),
+        (["admission.policy=pace", "model.attention=eager"], "cannot re-score prefixes"),
+        (["data.system_prompt=x", "data.chat_template=false"], "nobody would see it"),
         (["mode=sync", "rollout.eta=1"], "rollout.eta is 1, but mode sync means 0"),
         (["mode=sync", "sync.every_steps=2"], "sync.every_steps is 2, but mode sync publishes"),
         (
@@ -393,7 +410,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["eval.temperature=-1"], "eval.temperature is -1.0; it must be at least 0"),
         (["loss.std_ddof=2"], "loss.std_ddof is 2; it must be 0 or 1"),
         (["loss.kl_coef=-1"], "loss.kl_coef is -1.0; it must be at least 0"),
-        (["loss.clip_low=1.5"], "loss.clip_low is 1.5; it must be in (0, 1]"),
+        (["loss.clip_low=1.5"], "loss.clip_low is 1.5; it must be in (0, 1)"),
         (["loss.clip_high=0"], "loss.clip_high is 0.0; it must be above 0"),
         (["loss.dual_clip=1"], "loss.dual_clip is 1.0; it must be above 1"),
         (["rollout.timeout_seconds=0"], "rollout.timeout_seconds is 0.0; it must be above 0"),

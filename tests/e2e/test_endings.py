@@ -254,6 +254,7 @@ def test_nothing_to_learn_is_an_end_like_others_if_the_configuration_says_so(
     assert (summary["status"], summary["steps"]) == ("nothing_to_learn", 0)
     assert summary["fates"]["zero_variance"] == 16
     assert "pending" not in summary["fates"], "the run is over: what was under way is unused"
+    assert summary["pass_rate_after"] is not None, "the engine lives on for a last evaluation"
     assert (tmp_path / "run" / "checkpoints" / "final" / "config.json").exists()
 
 
@@ -279,6 +280,7 @@ def test_when_the_prompts_end_the_run_ends_well_and_no_prompt_is_lost(
         tmp_path / "run",
         f"mode={mode}",
         "reward.function=rewards_for_runs:mixed",
+        "eval.every_steps=1",  # also after the last prompt: there is no round to wait for
         "data.sources.0.size=16",
         "data.held_out=2",
         "data.epochs=1",
