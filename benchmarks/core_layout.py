@@ -1,6 +1,6 @@
 """What it is worth to share the cores: seconds per step under several layouts, side by side.
 
-    python benchmarks/core_layout.py [--steps 4] [--rounds 1] [--conf conf/quickstart.yaml]
+    python benchmarks/core_layout.py [--steps 4] [--rounds 1] [--conf CONF] [key=value ...]
 
 Runs the same experiment under each layout in turn, ``--rounds`` times over, without evaluation.
 Prints the seconds per step (first step and set-up left out) and the ratio to the first layout of
@@ -58,11 +58,14 @@ def main() -> None:
     parser.add_argument("--conf", default="conf/quickstart.yaml")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every layout")
     options = parser.parse_args()
     for round_number in range(options.rounds):
         base = None
         for name, (settings, environment) in LAYOUTS.items():
-            seconds = seconds_per_step(options.conf, options.steps, settings, environment)
+            seconds = seconds_per_step(
+                options.conf, options.steps, [*options.overrides, *settings], environment
+            )
             base = base or seconds
             print(
                 f"round {round_number}: {seconds:7.1f} s per step, {seconds / base:5.2f} x  {name}",
