@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from pace_lightning.core.advantages import is_zero_variance
 from pace_lightning.core.dispatch import Dispatch, DispatchCounts
 from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
@@ -53,8 +54,8 @@ class RolloutWorker(LoopThread):
         sampling: of training rollouts.
         prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses
             are not re-scored at publications.
-        in_rounds: dispatch when nothing is in flight, all at once and while the engine is paused,
-            so that what is sampled does not depend on timing (synchronous mode).
+        in_rounds: dispatch when nothing is in flight, all at once and while the engine is paused:
+            sampling does not depend on timing then (synchronous mode).
         group_timeout_seconds: for the generation of one group.
         drop_zero_variance: settle groups with equal scores at once (dynamic sampling).
         max_empty_groups: groups in a row without gradient before the run is ended.
@@ -188,11 +189,10 @@ class RolloutWorker(LoopThread):
 
     def describe(self) -> str:
         """One line for error messages: who waits for what."""
-        now = time.monotonic()
-        oldest = max((now - since for since in list(self._in_flight.values())), default=0.0)
+        ages = [time.monotonic() - since for since in self._in_flight.copy().values()]
         return (
             f"{super().describe()} at version {self._version}, {len(self._in_flight)} groups in "
-            f"flight (oldest for {oldest:.0f} s), {len(self._pool)} ready, last event: "
+            f"flight (oldest for {max(ages, default=0.0):.0f} s), {len(self._pool)} ready, last event: "
             f"{self._last_event}; {self._engine.describe()}"
         )
 
@@ -307,7 +307,7 @@ class RolloutWorker(LoopThread):
         self._deliver(prompt, group)
 
     def _deliver(self, prompt: Prompt, group: TrajectoryGroup) -> None:
-        mixed = len({t.score for t in group.trajectories}) > 1
+        mixed = not is_zero_variance([t.score for t in group.trajectories])
         self._generated = self._generated.plus(group, mixed=mixed)
         if self._drop_zero_variance and not mixed:
             self._end(prompt, Fate.ZERO_VARIANCE, group.num_tokens)
