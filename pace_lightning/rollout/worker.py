@@ -191,8 +191,8 @@ class RolloutWorker(LoopThread):
         """One line for error messages: who waits for what."""
         ages = [time.monotonic() - since for since in self._in_flight.copy().values()]
         return (
-            f"{super().describe()} at version {self._version}, {len(self._in_flight)} groups in "
-            f"flight (oldest for {max(ages, default=0.0):.0f} s), {len(self._pool)} ready, last event: "
+            f"{super().describe()} at version {self._version}, {len(ages)} groups in flight "
+            f"(oldest for {max(ages, default=0.0):.0f} s), {len(self._pool)} ready, last event: "
             f"{self._last_event}; {self._engine.describe()}"
         )
 
