@@ -57,8 +57,6 @@ class PublishReport:
     seconds: float
     pause_seconds: float
     """How long no token flowed."""
-    rescore_seconds: float = 0.0
-    """The part of it that went into re-scoring the prefixes of unfinished responses."""
 
 
 @dataclass(frozen=True, slots=True)

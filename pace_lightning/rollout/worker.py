@@ -369,7 +369,6 @@ class RolloutWorker(LoopThread):
             async with self._engine.paused():
                 paused = time.monotonic()
                 await self._engine.load_weights(weights, version=version)
-                loaded = time.monotonic()
                 if self._prefix_forgetting is not None:
                     await self._engine.rescore_prefixes()
                 done = time.monotonic()
@@ -378,12 +377,7 @@ class RolloutWorker(LoopThread):
             self.wake()
         if self._in_rounds:
             await self._dispatch_groups()  # before anything else can ask the engine for something
-        return PublishReport(
-            version,
-            seconds=time.monotonic() - start,
-            pause_seconds=done - paused,
-            rescore_seconds=done - loaded,
-        )
+        return PublishReport(version, seconds=time.monotonic() - start, pause_seconds=done - paused)
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
