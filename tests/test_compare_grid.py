@@ -216,6 +216,19 @@ def test_a_missing_file_is_refused_with_its_neighbors(tmp_path):
         read_comparison(tmp_path / "mian.yaml", fingerprint=fingerprint)
 
 
+# --- what is shipped ---
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "conf" / "compare").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_a_shipped_comparison_can_be_used_and_discloses_something(file):
+    comparison = read_comparison(file, fingerprint=fingerprint)
+    assert comparison.name == file.stem
+    assert len(comparison.seeds) >= 3
+    assert comparison.disclosed
+
+
 # --- settings by path ---
 
 
