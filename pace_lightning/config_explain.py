@@ -186,6 +186,13 @@ def _steps(config: Config) -> str:
         text += f", fewer if {config.data.epochs} epoch(s) of the prompts end first"
     if config.trainer.on_nothing_to_learn == "finish":
         text += ", fewer if nothing is left to learn"
+    if config.trainer.min_step_seconds:
+        text += (
+            f"; each takes at least {config.trainer.min_step_seconds:g} s, the trainer sleeps for "
+            "the rest"
+        )
+    if config.model.warm_start.steps:
+        text += f"; before them {config.model.warm_start.steps} supervised ones, unless cached"
     return text
 
 

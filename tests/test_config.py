@@ -333,6 +333,9 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["engine.cache_tokens=768", "eval.max_new_tokens=300"], "512 prompt + 300 response = 812"),
         (["engine.max_batch_tokens=64"], "use at least 65"),
         (["optim.warmup_steps=21"], "more than trainer.steps 20"),
+        (["model.warm_start.steps=5"], "model.warm_start.path is not"),
+        (["model.warm_start.steps=-1"], "model.warm_start.steps is -1; it must be at least 0"),
+        (["trainer.min_step_seconds=-1"], "trainer.min_step_seconds is -1"),
         # lag
         (["admission.policy=max_lag"], "admission.policy is max_lag, but admission.max_lag is not"),
         (["admission.max_lag=1", "rollout.eta=1"], "admission.policy is all, which ignores it"),
