@@ -294,10 +294,10 @@ def _model(config: Config) -> Iterator[str]:
             "model.attention is eager, with which the local engine cannot re-score prefixes for "
             "admission.policy pace; use sdpa"
         )
-    if config.model.warm_start.steps and config.model.warm_start.path is None:
+    if config.model.warm_start.steps > 0 and config.model.warm_start.path is None:
         yield (
-            "model.warm_start.steps is set, but model.warm_start.path is not; name a file of worked "
-            "solutions"
+            "model.warm_start.steps is set, but model.warm_start.path is not; name a file of "
+            "worked solutions"
         )
     if config.data.system_prompt is not None and not config.data.chat_template:
         yield "data.system_prompt is set, but data.chat_template is false: nobody would see it"

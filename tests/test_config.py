@@ -334,7 +334,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["engine.max_batch_tokens=64"], "use at least 65"),
         (["optim.warmup_steps=21"], "more than trainer.steps 20"),
         (["model.warm_start.steps=5"], "model.warm_start.path is not"),
-        (["model.warm_start.steps=-1"], "model.warm_start.steps is -1; it must be at least 0"),
+        (["model.warm_start.steps=-1"], "it must be at least 0 (0 is no warm start)"),
         (["trainer.min_step_seconds=-1"], "trainer.min_step_seconds is -1"),
         # lag
         (["admission.policy=max_lag"], "admission.policy is max_lag, but admission.max_lag is not"),
