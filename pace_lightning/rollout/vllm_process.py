@@ -114,6 +114,7 @@ def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
         SCRATCH: scratch,
         "HF_HUB_OFFLINE": "1",  # everything comes from the trainer
         "PYTHONWARNINGS": "ignore",
+        "SPT_NOENV": "1",  # process titles are written beside the environment, not over it
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_DISABLE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -157,29 +158,32 @@ class EngineProcess:
                 "engine can outlive its trainer; install it again (make setup)"
             )
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[Any] = loop.create_future()
+        ready: asyncio.Future[None] = loop.create_future()
 
-        def answer(method: Callable[[Any], None], value: Any) -> None:
-            if not ready.done():
-                method(value)
+        def answer(error: BaseException | None) -> None:
+            if ready.done():
+                return
+            if error is None:
+                ready.set_result(None)
+            else:
+                ready.set_exception(error)
 
         def start() -> None:
+            failed = None
             try:
                 with engine_environment(self._settings):
-                    front = self._front = self._make()
+                    self._front = self._make()
+                if self._closed:  # nobody waits any more
+                    self._front.shutdown(timeout=0.0)
             except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                    loop.call_soon_threadsafe(answer, ready.set_exception, error)
-            else:
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(answer, ready.set_result, front)
-                if self._closed:
-                    front.shutdown(timeout=0.0)
+                failed = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(answer, failed)
 
         threading.Thread(target=start, name="vllm-start", daemon=True).start()
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await ready
+                await ready
         except TimeoutError:
             raise EngineError(
                 f"vLLM was not ready after {timeout_seconds} s (engine.startup_timeout_seconds)"
@@ -188,6 +192,7 @@ class EngineProcess:
             raise EngineError(
                 f"vLLM could not be started: {error} (the process that failed says why, above)"
             ) from error
+        return self._front
 
     def pids(self) -> list[int]:
         """The engine process and everything below it."""
@@ -211,6 +216,9 @@ class EngineProcess:
         import psutil
 
         self._closed = True
+        front, self._front = self._front, None
+        if front is not None and front.output_handler is not None:
+            front.output_handler.cancel()  # it would report the death of the processes
         processes = []
         for pid in self.pids():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -220,7 +228,6 @@ class EngineProcess:
                 if not any("resource_tracker" in word for word in process.cmdline()):
                     process.kill()
         await asyncio.to_thread(psutil.wait_procs, processes, timeout=SHUTDOWN_SECONDS)
-        front, self._front = self._front, None
         if front is not None:
             try:
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
