@@ -19,7 +19,7 @@ PACE := $(PY) -m pace_lightning
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm engine fmt lint types test test-fast check train resume eval config doctor board clean
+.PHONY: help setup setup-vllm engine fmt lint types test test-fast check train resume eval config compare doctor board clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ eval: engine  ## evaluate the model of CONF, with SET on top
 
 config: $(READY)  ## print the resolved CONF and what follows from it; start nothing
 	@$(PACE) config $(CONF) $(SET)
+
+compare: $(READY)  ## run what is missing of the comparison in CONF; write its table and page
+	$(PACE) compare $(CONF)
 
 doctor: $(READY)  ## check this machine and what CONF needs
 	@$(PACE) doctor $(CONF)

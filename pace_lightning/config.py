@@ -43,6 +43,25 @@ class Anchor(StrEnum):
 
 
 @dataclass
+class WarmStartConfig:
+    """A short supervised run before RL, for models that cannot do the task at all yet.
+
+    Its result is cached by content, so that it is made once; off while ``steps`` is 0.
+    """
+
+    path: str | None = None
+    """A .jsonl or .parquet file of worked solutions."""
+    completion_column: str = "solution"
+    """What the model learns to answer to ``data.prompt_column``."""
+    steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    """Peak; linear warm-up over a tenth of the steps, then linear decay."""
+    seed: int = 0
+    """Of its own, so that runs of different seeds start from the same weights."""
+
+
+@dataclass
 class ModelConfig:
     """The policy."""
 
@@ -53,6 +72,7 @@ class ModelConfig:
     """
     random_init: bool = False
     """Build the architecture of ``path`` with random weights (seeded by ``seed``)."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     attention: str = "sdpa"
     """The attention implementation, by the name transformers gives it."""
     gradient_checkpointing: bool = False
@@ -282,6 +302,12 @@ class TrainerConfig:
     """Parts of one step whose gradients are accumulated: more parts, less memory."""
     precision: str = "32-true"
     """``32-true`` or ``bf16-mixed``."""
+    min_step_seconds: float = 0.0
+    """Forward, backward and optimizer step take at least so long: the trainer sleeps for the rest.
+
+    For experiments on staleness with small models: it paces training as a larger model would, so
+    that generation outruns it.
+    """
     draw_timeout_seconds: float = 900.0
     """How long one step may wait for its groups."""
     max_empty_groups: int = 256

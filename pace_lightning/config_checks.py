@@ -52,6 +52,7 @@ AT_LEAST_ONE = (
     "eval.max_new_tokens",
     "eval.samples",
     "model.logprob_chunk_tokens",
+    "model.warm_start.batch_size",
     "pace.aging_limit",
     "pace.target_groups",
     "pace.window",
@@ -74,6 +75,9 @@ AT_LEAST_ONE = (
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "admission.max_lag": (lambda x: x >= 0, "at least 0"),
     "data.held_out": (lambda x: x >= 0, "at least 0"),
+    "model.warm_start.learning_rate": (lambda x: x > 0, "above 0"),
+    "model.warm_start.steps": (lambda x: x >= 0, "at least 0 (0 is no warm start)"),
+    "trainer.min_step_seconds": (lambda x: x >= 0, "at least 0"),
     "engine.publish_timeout_seconds": (lambda x: x > 0, "above 0"),
     "engine.startup_timeout_seconds": (lambda x: x > 0, "above 0"),
     "eval.every_steps": (lambda x: x >= 0, "at least 0"),

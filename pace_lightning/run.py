@@ -24,7 +24,8 @@ from pace_lightning.config_load import load, to_yaml
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.groups import NothingToLearnError
 from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
-from pace_lightning.training.monitors import keep_lines_before, log_metrics
+from pace_lightning.training.monitors import log_metrics
+from pace_lightning.training.run_files import keep_lines_before
 
 Emit = Callable[[str], None]
 
@@ -249,6 +250,19 @@ def _account(experiment: Experiment, after: dict[str, float] | None) -> dict[str
         "fates_unit": "groups",
         "fates": datamodule.ledger.groups(),
         "fates_tokens": datamodule.ledger.tokens(),
+        "rejected_shares": experiment.admission.shares(),
+        "never_admitted": _never_admitted(datamodule.ledger.never_trained()),
+        "ranking_seconds": round(experiment.admission.ranking_seconds, 3),
+        "rescore_seconds": round(experiment.admission.rescore_seconds, 3),
+    }
+
+
+def _never_admitted(rejections: dict[str, int]) -> dict[str, Any]:
+    """What the summary says of prompts that were rejected and never trained on, worst first."""
+    return {
+        "prompts": len(rejections),
+        "rejections": sum(rejections.values()),
+        "worst": dict(list(rejections.items())[:5]),
     }
 
 
@@ -276,6 +290,13 @@ def _print_summary(summary: dict[str, Any], run_dir: Path, emit: Emit) -> None:
         "  groups               "
         + ", ".join(f"{count} {fate}" for fate, count in summary["fates"].items())
     )
+    if {"rejected", "too_stale"} & summary["fates"].keys():
+        never = summary["never_admitted"]
+        worst = ", ".join(f"no. {index}: {count}" for index, count in never["worst"].items())
+        emit(
+            f"  never admitted       {never['prompts']} prompts, after {never['rejections']} "
+            f"rejections{f' (most: {worst})' if worst else ''}"
+        )
     parts = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items() if part != "total")
     emit(f"  seconds              {seconds['total']:.0f} = {parts}")
     emit(f"  written to           {run_dir}")

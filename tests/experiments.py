@@ -62,7 +62,11 @@ class Command:
     """``python -m pace_lightning ...`` while it runs; a context that leaves no process behind."""
 
     def __init__(
-        self, log: Path, *arguments: object, environment: Mapping[str, str] | None = None
+        self,
+        log: Path,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        directory: Path = ROOT,
     ) -> None:
         self.log = log
         mark = uuid.uuid4().hex
@@ -72,7 +76,7 @@ class Command:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pace_lightning", *map(str, arguments)],
-                cwd=ROOT,
+                cwd=directory,
                 env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), MARK: mark}
                 | dict(environment or {}),
                 stdin=subprocess.DEVNULL,

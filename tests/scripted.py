@@ -189,6 +189,7 @@ class ScriptedEngine:
         self.script = dict(script or {})
         self.default = default
         self.num_threads: int | None = 1
+        self.rescore_seconds = 0.0
         self.changed = threading.Condition()
         self.requests: list[Request] = []
         self.live: list[Request] = []

@@ -1,7 +1,9 @@
 """Every leased prompt ends in exactly one fate, or is pending.
 
-Counted in groups, with the sampled tokens beside them. Written by the rollout thread and by the
-trainer's thread, hence a lock of its own, held for a few additions only.
+Counted in groups, with the sampled tokens beside them. Of each prompt it is known whether it was
+ever trained on and, if not, how often it was rejected: so those that starve have names. Written by
+the rollout thread and by the trainer's thread, hence a lock of its own, held for a few additions
+only.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
-from pace_lightning.core.trajectory import Fate
+from pace_lightning.core.trajectory import Fate, prompt_index
 
 
 class Ledger:
@@ -22,6 +25,8 @@ class Ledger:
         self._groups: Counter[Fate] = Counter()
         self._tokens: Counter[Fate] = Counter()
         self._leased = 0
+        self._trained: set[str] = set()
+        self._rejections: Counter[str] = Counter()  # of prompts that were never trained on
 
     def lease(self, uid: str) -> None:
         """A prompt left the stream.
@@ -55,6 +60,12 @@ class Ledger:
             self._open.remove(uid)
             self._groups[fate] += 1
             self._tokens[fate] += num_tokens
+            index = prompt_index(uid)
+            if fate is Fate.TRAINED:
+                self._trained.add(index)
+                self._rejections.pop(index, None)
+            elif fate in (Fate.REJECTED, Fate.TOO_STALE) and index not in self._trained:
+                self._rejections[index] += 1
 
     @property
     def pending(self) -> list[str]:
@@ -95,18 +106,30 @@ class Ledger:
         with self._lock:
             return {fate.value: self._tokens[fate] for fate in Fate if self._tokens[fate]}
 
-    def state_dict(self) -> dict[str, dict[str, int]]:
+    def never_trained(self) -> dict[str, int]:
+        """How often each prompt was rejected that has never been trained on, most often first.
+
+        By its index in the data, over all epochs.
+        """
+        with self._lock:
+            return dict(self._rejections.most_common())
+
+    def state_dict(self) -> dict[str, Any]:
         """The settled counts; what was pending is leased again by the prompt stream."""
         with self._lock:
             return {
                 "groups": {fate.value: count for fate, count in self._groups.items()},
                 "tokens": {fate.value: count for fate, count in self._tokens.items()},
+                "trained_prompts": sorted(self._trained),
+                "rejections": dict(self._rejections),
             }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the counts of a checkpoint, with nothing pending."""
         with self._lock:
             self._groups = Counter({Fate(key): count for key, count in state["groups"].items()})
             self._tokens = Counter({Fate(key): count for key, count in state["tokens"].items()})
+            self._trained = set(state["trained_prompts"])
+            self._rejections = Counter(state["rejections"])
             self._open = set()
             self._leased = sum(self._groups.values())

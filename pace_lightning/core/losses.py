@@ -1,4 +1,6 @@
-"""Per-token losses of the policy, and how they become one number.
+"""What every loss is made of: log-ratios, the clipped surrogate, KL, aggregation, statistics.
+
+The trust-region heads are in `heads` and `heads_batch`.
 
 Shapes:
 
@@ -15,26 +17,21 @@ Symbols, for each token:
     A          ``advantages``
     m          ``mask``: True at the tokens that are trained
 
-Heads (each a per-token loss, to be minimized):
-
-    dapo   max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))     DAPO, arXiv:2503.14476
-    grpo   the same with clip_low = clip_high                         GRPO, arXiv:2402.03300
-
-Masked positions may hold anything, NaN included, provided the *inputs* of a head are blanked
-(`blank`) wherever they may be NaN: selecting afterwards protects the value, but the chain rule
-multiplies the selected-out gradient 0 by NaN. For log-probs the clamp in `log_ratio` already stops
-that; advantages have no such guard. Nothing here hides a NaN at a trained token: the loss is NaN.
+Masked positions may hold anything, NaN included. Heads blank their *inputs* (`blank`): selecting
+afterwards protects the value, but the chain rule multiplies the selected-out gradient 0 by NaN.
+Nothing here hides a NaN at a trained token: the loss is NaN.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +- this before ``exp`` (as in verl)."""
+
+SEQUENCE_LOG_RATIO_LIMIT = 10.0
+"""A sequence's mean log-ratio is clamped below this (as in verl), and above -20."""
 
 KL_LIMIT = 10.0
 """Values of k3 are clamped to +- this (as in verl)."""
@@ -46,93 +43,6 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
 )
 """The modes of `aggregate`, named as in verl."""
-
-
-def dapo_head(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """Clipped surrogate with a lower and an upper bound of their own (DAPO, equation 10).
-
-    Args:
-        policy_logprobs: log pi, with gradient; shape ``(N, T)``.
-        anchor_logprobs: shape ``(N, T)``.
-        advantages: A; shape ``(N, T)``.
-        clip_low: the ratio is clipped below ``1 - clip_low``; in ``[0, 1)``.
-        clip_high: the ratio is clipped above ``1 + clip_high``; >= 0.
-        dual_clip: for A < 0 the loss is at most ``-A * dual_clip``; > 1, or None for no such bound.
-
-    Returns:
-        Loss of each token; shape ``(N, T)``.
-
-    Raises:
-        ValueError: if the shapes differ or a bound is out of range.
-    """
-    if not 0 <= clip_low < 1 or not clip_high >= 0:
-        raise ValueError(
-            f"clip_low is {clip_low} and clip_high {clip_high}; the ratio is clipped to "
-            "[1 - clip_low, 1 + clip_high], so 0 <= clip_low < 1 and clip_high >= 0 are needed"
-        )
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(
-            f"dual_clip is {dual_clip}; it bounds ratios above 1, so it must be > 1 (3.0 is usual)"
-        )
-    _check_shapes(policy_logprobs, advantages, "advantages")
-    ratio = log_ratio(policy_logprobs, anchor_logprobs).exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    if dual_clip is None:
-        return losses
-    return torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
-
-
-def grpo_head(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """Clipped surrogate with equal bounds (GRPO, equation 3): `dapo_head`, unequal bounds refused.
-
-    Args:
-        policy_logprobs: log pi, with gradient; shape ``(N, T)``.
-        anchor_logprobs: shape ``(N, T)``.
-        advantages: A; shape ``(N, T)``.
-        clip_low: as in `dapo_head`.
-        clip_high: must equal ``clip_low``.
-        dual_clip: as in `dapo_head`.
-
-    Returns:
-        Loss of each token; shape ``(N, T)``.
-
-    Raises:
-        ValueError: if the bounds differ, or for the reasons of `dapo_head`.
-    """
-    if clip_low != clip_high:
-        raise ValueError(
-            f"grpo has one clip bound, but clip_low is {clip_low} and clip_high {clip_high}; make "
-            "them equal, or use the dapo objective"
-        )
-    return dapo_head(
-        policy_logprobs,
-        anchor_logprobs,
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-
-
-HEADS: dict[str, Callable[..., Tensor]] = {"grpo": grpo_head, "dapo": dapo_head}
-"""Objective name to its per-token loss; all take the arguments of `dapo_head`."""
 
 
 def k3_kl(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -156,19 +66,111 @@ def log_ratio(policy_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """``log pi - anchor``, clamped to +-20: beyond it, and at NaN, the gradient is 0.
 
     Args:
-        policy_logprobs: shape ``(N, T)``.
-        anchor_logprobs: shape ``(N, T)``.
+        policy_logprobs: any shape.
+        anchor_logprobs: the same shape.
 
     Returns:
-        Shape ``(N, T)``.
+        The same shape.
     """
     _check_shapes(policy_logprobs, anchor_logprobs, "anchor log-probs")
     return (policy_logprobs - anchor_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def sequence_log_ratio(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    own_gradient: bool = False,
+) -> Tensor:
+    """The mean log-ratio of each row's trained tokens, at each of its positions.
+
+    The logarithm of GSPO's s (arXiv:2507.18071), clamped to [-20, 10]: beyond it the gradient is 0.
+
+    Args:
+        policy_logprobs: shape ``(N, T)``.
+        anchor_logprobs: shape ``(N, T)``.
+        mask: m, boolean; shape ``(N, T)``.
+        own_gradient: if True, the value at a token has gradient 1 with respect to the token's own
+            log-prob, and none with respect to the others (GSPO's token form).
+
+    Returns:
+        Shape ``(N, T)``, constant along each row; 0 in rows without a trained token.
+    """
+    _check_shapes(policy_logprobs, anchor_logprobs, "anchor log-probs")
+    sums, counts = row_sums(policy_logprobs - anchor_logprobs, mask)
+    means = (sums / counts.clamp(min=1)).to(policy_logprobs.dtype).unsqueeze(1)
+    if own_gradient:
+        own = blank(policy_logprobs, mask)
+        means = means.detach() + (own - own.detach())
+    return means.expand_as(mask).clamp(-LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)
+
+
+def clip_bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
+    """The interval ``[1 - clip_low, 1 + clip_high]`` of ratios.
+
+    Raises:
+        ValueError: if it is not an interval of positive numbers around 1.
+    """
+    if not 0 <= clip_low < 1 or not clip_high >= 0:
+        raise ValueError(
+            f"clip_low is {clip_low} and clip_high {clip_high}; the ratio is bounded by "
+            "[1 - clip_low, 1 + clip_high], so 0 <= clip_low < 1 and clip_high >= 0 are needed"
+        )
+    return 1 - clip_low, 1 + clip_high
+
+
+def clipped_surrogate(
+    ratio: Tensor, clipped_ratio: Tensor, advantages: Tensor, *, dual_clip: float | None = None
+) -> Tensor:
+    """``max(-A rho, -A rho_clipped)``: the pessimistic side of PPO's clip (arXiv:1707.06347).
+
+    Args:
+        ratio: rho; shape ``(N, T)``.
+        clipped_ratio: rho, clamped to the trust region; shape ``(N, T)``.
+        advantages: A; shape ``(N, T)``.
+        dual_clip: for A < 0 the loss is at most ``-A * dual_clip`` (arXiv:1912.09729); > 1, or None
+            for no such bound.
+
+    Returns:
+        Loss of each token; shape ``(N, T)``.
+
+    Raises:
+        ValueError: if ``dual_clip`` is not above 1.
+    """
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    if dual_clip is None:
+        return losses
+    if not dual_clip > 1:
+        raise ValueError(
+            f"dual_clip is {dual_clip}; it bounds ratios above 1, so it must be > 1 (3.0 is usual)"
+        )
+    return torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+
+
 def blank(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` where the mask is True, 0 elsewhere, whatever was there; shapes ``(N, T)``."""
+    _check_mask(values, mask)
     return torch.where(mask, values, torch.zeros_like(values))
+
+
+def row_sums(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over each row's trained tokens, and their number.
+
+    Tokens are selected and then summed, in float64, so that neither padding nor the other rows can
+    change a row's sum by a bit.
+
+    Args:
+        values: shape ``(N, T)``.
+        mask: boolean; shape ``(N, T)``.
+
+    Returns:
+        Sums in float64 and counts in int64, both of shape ``(N,)``.
+    """
+    _check_mask(values, mask)
+    counts = mask.sum(dim=1)
+    selected = values.masked_select(mask).double()
+    return torch.stack([row.sum() for row in torch.split(selected, counts.tolist())]), counts
 
 
 def aggregate(
@@ -190,8 +192,12 @@ def aggregate(
         seq-mean-token-sum        mean over rows of (sum_t m l)
         seq-mean-token-sum-norm   the previous / max_length
 
-    Rows without a trained token count nowhere. Each row's tokens are selected and then summed, in
-    float64, so neither padding nor the other rows can change a row's sum by a bit.
+    Rows without a trained token count nowhere. Row sums are those of `row_sums`.
+
+    Two denominators are in use where tokens are rejected. *Original*: give a rejected token the
+    loss 0 and leave ``mask`` and the counts as they were. *Kept*: take it out of ``mask``, and pass
+    the counts of what is left of the whole batch (at least 1), known before the first backward
+    pass.
 
     Args:
         token_losses: l; shape ``(N, T)``.
@@ -209,31 +215,27 @@ def aggregate(
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}; choose one of {AGGREGATIONS}")
-    _check_mask(token_losses, mask)
-    row_counts = mask.sum(dim=1)
-    counts: list[int] = row_counts.tolist()
-    rows_here = sum(count > 0 for count in counts)
-    if num_tokens < max(sum(counts), 1) or num_sequences < max(rows_here, 1):
+    sums, counts = row_sums(token_losses, mask)
+    tokens_here, rows_here = int(counts.sum()), int(counts.count_nonzero())
+    if num_tokens < max(tokens_here, 1) or num_sequences < max(rows_here, 1):
         raise ValueError(
-            f"this micro-batch has {sum(counts)} trained tokens in {rows_here} sequences, but "
+            f"this micro-batch has {tokens_here} trained tokens in {rows_here} sequences, but "
             f"num_tokens is {num_tokens} and num_sequences {num_sequences}; pass the counts of the "
             "whole batch, which must be at least 1 and at least these"
         )
-    selected = token_losses.masked_select(mask).double()
-    row_sums = torch.stack([row.sum() for row in torch.split(selected, counts)])
     if mode == "token-mean":
-        share = row_sums.sum() / num_tokens
+        share = sums.sum() / num_tokens
     elif mode == "seq-mean-token-mean":
-        share = (row_sums / row_counts.clamp(min=1)).sum() / num_sequences
+        share = (sums / counts.clamp(min=1)).sum() / num_sequences
     elif mode == "seq-mean-token-sum":
-        share = row_sums.sum() / num_sequences
+        share = sums.sum() / num_sequences
     else:
         if max_length is None or max_length < 1:
             raise ValueError(
                 f"{mode} divides by a constant length, but max_length is {max_length}; pass the "
                 "maximum response length in tokens"
             )
-        share = row_sums.sum() / (num_sequences * max_length)
+        share = sums.sum() / (num_sequences * max_length)
     return share.to(token_losses.dtype)
 
 
@@ -261,8 +263,8 @@ def clip_statistics(
         anchor_logprobs: shape ``(N, T)``.
         advantages: shape ``(N, T)``.
         mask: boolean; shape ``(N, T)``.
-        clip_low: as in `dapo_head`.
-        clip_high: as in `dapo_head`.
+        clip_low: as in `heads.dapo_head`.
+        clip_high: as in `heads.dapo_head`.
 
     Returns:
         Scalars in float64, without gradient: ``tokens``, ``ratio_sum``, ``ratio_max`` (0 without

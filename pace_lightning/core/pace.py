@@ -60,7 +60,7 @@ from typing import Any, Literal
 
 from pace_lightning.core.admission import Selection
 from pace_lightning.core.staleness import StalenessDecomposition, group_staleness
-from pace_lightning.core.trajectory import Fate, PolicyVersion, TrajectoryGroup
+from pace_lightning.core.trajectory import Fate, PolicyVersion, TrajectoryGroup, prompt_index
 
 
 def _require(holds: bool, name: str, value: object, needed: str) -> None:
@@ -342,7 +342,7 @@ class Pace:
         old = state or PaceState()
         budget = min(budget, self._budget.allowed(occupancy=occupancy, needed=needed))
         candidates = candidates[: needed + budget]
-        indices = [group.prompt.uid.rpartition(":")[2] for group in candidates]  # epoch:index
+        indices = [prompt_index(group.prompt.uid) for group in candidates]
         staleness = tuple(group_staleness(group, version) for group in candidates)
         scores, order = self._rank(candidates, staleness, old.drift)
         rejected: list[int] = []

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
@@ -89,6 +90,8 @@ class DrawReport:
     rejected_total_staleness_versions: float | None
     wait_seconds: float
     """How long the trainer waited for the draw."""
+    ranking_seconds: float = 0.0
+    """The part of it in which the admission policy chose."""
     redrawn_groups: int = 0
     """Groups drawn before these and dropped, because not one of them had a gradient."""
     effective_staleness_versions: float | None = None
@@ -106,6 +109,12 @@ class DrawReport:
     prefix_forgetting: tuple[float, ...] = field(default=(), repr=False)
     """Of each drawn trajectory that has a score."""
     rejected_prefix_forgetting: tuple[float, ...] = field(default=(), repr=False)
+    response_tokens: tuple[float, ...] = field(default=(), repr=False)
+    """Mean response length of each drawn group."""
+    rejected_response_tokens: tuple[float, ...] = field(default=(), repr=False)
+    pass_rates: tuple[float, ...] = field(default=(), repr=False)
+    """Mean unshaped score of each drawn group."""
+    rejected_pass_rates: tuple[float, ...] = field(default=(), repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """The fields of ``draws.jsonl``: all but the tuples."""
@@ -142,6 +151,7 @@ class TrajectoryPool:
         self._error: BaseException | None = None
         self._closed = False
         self._accepted = 0
+        self._ranking_seconds = 0.0
 
     def __len__(self) -> int:
         """Occupancy: ready groups."""
@@ -220,10 +230,12 @@ class TrajectoryPool:
         with self._changed:
             occupancy_before = len(self._ready)
             budget = 0
+            ranking_before = self._ranking_seconds
             if not again:
-                budget, self._policy_state = self._policy.begin(
-                    needed=num_groups, occupancy=occupancy_before, state=self._policy_state
-                )
+                with self._ranking():
+                    budget, self._policy_state = self._policy.begin(
+                        needed=num_groups, occupancy=occupancy_before, state=self._policy_state
+                    )
             try:
                 beyond, warning = self._collect(
                     num_groups, version, budget, admitted, rejected, deadline
@@ -232,6 +244,7 @@ class TrajectoryPool:
                 self._ready.extendleft(reversed(admitted.groups))
                 raise
             occupancy_after = len(self._ready)
+            ranking_seconds = self._ranking_seconds - ranking_before
             self.on_change()
         mean_kept = mean_staleness(admitted.staleness) or StalenessDecomposition(0.0, 0.0)
         mean_shed = mean_staleness(rejected.staleness)
@@ -250,6 +263,7 @@ class TrajectoryPool:
             rejected_waiting_staleness_versions=mean_shed.waiting if mean_shed else None,
             rejected_total_staleness_versions=mean_shed.total if mean_shed else None,
             wait_seconds=time.monotonic() - start,
+            ranking_seconds=ranking_seconds,
             effective_staleness_versions=admitted.mean_score,
             rejected_effective_staleness_versions=rejected.mean_score,
             warning=warning,
@@ -259,6 +273,10 @@ class TrajectoryPool:
             rejected_effective_staleness=tuple(rejected.scores),
             prefix_forgetting=admitted.prefix_forgetting(),
             rejected_prefix_forgetting=rejected.prefix_forgetting(),
+            response_tokens=tuple(group.mean_tokens for group in admitted.groups),
+            rejected_response_tokens=tuple(group.mean_tokens for group in rejected.groups),
+            pass_rates=tuple(group.mean_score for group in admitted.groups),
+            rejected_pass_rates=tuple(group.mean_score for group in rejected.groups),
         )
         return admitted.groups, report
 
@@ -309,14 +327,15 @@ class TrajectoryPool:
             window = (
                 occupancy if self._policy.examines_all else min(needed + budget_left, occupancy)
             )
-            selection, self._policy_state = self._policy.select(
-                list(islice(self._ready, window)),
-                needed=needed,
-                version=version,
-                occupancy=occupancy,
-                budget=budget_left,
-                state=self._policy_state,
-            )
+            with self._ranking():
+                selection, self._policy_state = self._policy.select(
+                    list(islice(self._ready, window)),
+                    needed=needed,
+                    version=version,
+                    occupancy=occupancy,
+                    budget=budget_left,
+                    state=self._policy_state,
+                )
             candidates = self._remove(window, selection.admitted, selection.rejected)
             for position in selection.admitted:
                 admitted.add(position, candidates[position], selection)
@@ -351,6 +370,12 @@ class TrajectoryPool:
             raise EndOfGroups(
                 f"the data ended: step {version} needs {num_groups} groups, {left} are left"
             )
+
+    @contextmanager
+    def _ranking(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._ranking_seconds += time.perf_counter() - begin
 
     def _remove(
         self, window: int, admitted: Iterable[int], rejected: Iterable[tuple[int, Fate]]

@@ -15,6 +15,15 @@ PolicyVersion = int
 """Number of optimizer steps behind a set of weights; the clock of the system."""
 
 
+def prompt_index(uid: str) -> str:
+    """Which prompt of the data a uid ``epoch:index`` stands for: the same in each epoch.
+
+    >>> prompt_index("2:17")
+    '17'
+    """
+    return uid.rpartition(":")[2]
+
+
 class EndOfData(Exception):  # an event, not an error
     """All prompts of all epochs have been leased."""
 
@@ -126,6 +135,11 @@ class TrajectoryGroup:
     def num_tokens(self) -> int:
         """Sampled tokens in the group."""
         return sum(len(trajectory.token_ids) for trajectory in self.trajectories)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of the responses, in tokens."""
+        return self.num_tokens / len(self.trajectories)
 
     @property
     def mean_score(self) -> float:

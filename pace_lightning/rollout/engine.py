@@ -62,6 +62,11 @@ class RolloutEngine(Protocol):
     None if the engine manages its own.
     """
 
+    @property
+    def rescore_seconds(self) -> float:
+        """Time that re-scoring has added to generation since the start; any thread."""
+        ...
+
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """Become ready.
 
@@ -122,10 +127,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def rescore_prefixes(self) -> None:
-        """Score what exists of each unfinished response under the present weights.
+        """Have what exists of each unfinished response scored under the weights just loaded.
 
-        Call it while paused. The log-probs are of the same distribution as those that `generate`
-        returns, temperature included. The results arrive with the completions.
+        Call it after `load_weights`, in the same pause; the work may be done after it. The
+        log-probs are of the same distribution as those that `generate` returns, temperature
+        included. The results arrive with the completions.
         """
         ...
 

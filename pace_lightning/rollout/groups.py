@@ -62,8 +62,6 @@ class PublishReport:
     """How long no token flowed."""
     verify_seconds: float = 0.0
     """The part of it that went into seeing that the weights arrived."""
-    rescore_seconds: float = 0.0
-    """The part of it that went into re-scoring the prefixes of unfinished responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,6 @@ async def publish(
         seconds=time.monotonic() - start,
         pause_seconds=done - paused,
         verify_seconds=verified - loaded,
-        rescore_seconds=done - verified,
     )
 
 

@@ -33,11 +33,14 @@ from torch import Tensor, nn
 
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
-from pace_lightning.rollout.local_requests import Request, Response, rescore_unfinished
+from pace_lightning.rollout.local_requests import (
+    Request,
+    Response,
+    served,
+    unblock_after_cancellations,
+)
+from pace_lightning.rollout.local_rescoring import PrefillScorer, rescore_unfinished
 from pace_lightning.rollout.weights import compare_manifest, copy_weights
-
-GREEDY_TEMPERATURE = 1e-6
-"""What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
 
 _PAGE_TOKENS = 32
 _HEALTH_CHECK_SECONDS = 1.0
@@ -96,11 +99,13 @@ class LocalEngine:
                 f"of {max_sequence_tokens} tokens; raise engine.cache_tokens"
             )
         self._recompute_cache = recompute_cache
-        self._temperatures = {_served(t) for t in temperatures}
+        self._temperatures = {served(t) for t in temperatures}
         self._seed = seed
         self._startup_timeout_seconds = startup_timeout_seconds
         self._parameters = dict(model.named_parameters())
         self._manager: Any = None
+        self._prefills = PrefillScorer(model, self._batch)
+        self._rescore_seconds = 0.0
         self._clock: Callable[[], PolicyVersion] = lambda: 0
         self._version: PolicyVersion = 0
         self._requests: list[Request] = []
@@ -113,6 +118,11 @@ class LocalEngine:
     def num_tokens_generated(self) -> int:
         """Tokens sampled since the start."""
         return self._num_tokens
+
+    @property
+    def rescore_seconds(self) -> float:
+        """See `RolloutEngine.rescore_seconds`."""
+        return self._rescore_seconds + self._prefills.seconds
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """See `RolloutEngine.start`."""
@@ -153,7 +163,7 @@ class LocalEngine:
             if time.monotonic() > deadline:
                 raise EngineError(f"not ready after {limit} s (engine.startup_timeout_seconds)")
             await asyncio.sleep(0.01)
-        _unblock_after_cancellations(self._manager.batch_processor.scheduler)
+        unblock_after_cancellations(self._manager.batch_processor.scheduler)
 
     async def generate(
         self, prompt: Sequence[int], *, n: int, sampling: Sampling
@@ -165,7 +175,7 @@ class LocalEngine:
                 f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the "
                 f"engine's {self._max_sequence_tokens}"
             )
-        if _served(sampling.temperature) not in self._temperatures:
+        if served(sampling.temperature) not in self._temperatures:
             raise RequestError(
                 f"temperature {sampling.temperature} was not announced to the engine; known: "
                 f"{sorted(self._temperatures)}"
@@ -234,8 +244,14 @@ class LocalEngine:
         """See `RolloutEngine.verify_weights`. Each tensor was compared when it was copied."""
 
     async def rescore_prefixes(self) -> None:
-        """See `RolloutEngine.rescore_prefixes`."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._rescore)
+        """See `RolloutEngine.rescore_prefixes`.
+
+        With a recomputed cache this only prepares the prefills that `load_weights` has submitted.
+        """
+        if self._recompute_cache:
+            self._prefills.expect(self._requests)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._rescore)
 
     def describe(self) -> str:
         """See `RolloutEngine.describe`."""
@@ -261,7 +277,13 @@ class LocalEngine:
     def _rescore(self) -> None:
         if self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
+        begin = time.perf_counter()
         rescore_unfinished(self._model, list(self._requests), pad_token_id=self._pad_token_id)
+        self._rescore_seconds += time.perf_counter() - begin
+
+    def _batch(self) -> Sequence[Any]:
+        """The sequences of the present step, in packed order."""
+        return self._manager.batch_processor.inputs_and_outputs.requests_in_batch
 
     def _apply_threads(self, *_: Any) -> None:
         """Runs in the generation thread before each step: intra-op threads are set per thread."""
@@ -304,7 +326,7 @@ class LocalEngine:
                 request_id, functools.partial(self._receive, request, request_id)
             )
         self._manager.num_return_sequences = len(responses)
-        temperature = _served(request.sampling.temperature)
+        temperature = served(request.sampling.temperature)
         options = {"temperature": temperature} if self._per_request_temperature else {}
         accepted = self._manager.add_request(
             prompt, request_id=first, max_new_tokens=max_new_tokens, streaming=True, **options
@@ -319,6 +341,7 @@ class LocalEngine:
         """Cancel what is still running of a request; tokens that are on their way are ignored."""
         processor = None if self._manager is None else self._manager.batch_processor
         for request_id, response in request.ids.items():
+            self._prefills.forget(request_id)
             if response.completion is None and processor is not None:
                 # The first acts before the next step, the second on a request still in the queue.
                 processor.scheduler.set_request_cancellation(request_id)
@@ -337,10 +360,11 @@ class LocalEngine:
             return
         new = output.generated_tokens[len(response.tokens) - response.offset :]
         if len(output.logprobs) < len(output.generated_tokens):
-            counts = (
-                f"{len(output.generated_tokens)} tokens came with {len(output.logprobs)} log-probs"
-            )
-            request.finished.set_exception(RequestError(counts))
+            counts = len(output.generated_tokens), len(output.logprobs)
+            request.fail(RequestError("{} tokens came with {} log-probs".format(*counts)))
+            return
+        if self._prefills.is_expecting(request_id):
+            request.fail(RequestError("a token came before its prefix had been re-scored"))
             return
         response.tokens += new
         response.logprobs += output.logprobs[len(response.logprobs) - response.offset :]
@@ -366,23 +390,3 @@ class LocalEngine:
         if self._manager.background_thread_status.can_accept_new_requests() is not None:
             return EngineError(f"the local engine's generation loop died: {why}")
         return RequestError(f"generation failed: {why}")
-
-
-def _unblock_after_cancellations(scheduler: Any) -> None:
-    """Let waiting requests in once a running one was cancelled.
-
-    When its cache is full, the scheduler puts running requests back and admits none until one
-    *finishes*. If all others are cancelled instead, as by a publication, it would wait forever.
-    """
-    clear = scheduler.clear_cancelled_requests
-
-    def clear_and_unblock() -> list[Any]:
-        cancelled: list[Any] = clear()
-        scheduler.block_new_requests &= not cancelled
-        return cancelled
-
-    scheduler.clear_cancelled_requests = clear_and_unblock
-
-
-def _served(temperature: float) -> float:
-    return max(temperature, GREEDY_TEMPERATURE)

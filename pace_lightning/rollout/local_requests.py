@@ -1,21 +1,22 @@
-"""What the local engine knows about its requests, and how it re-scores unfinished ones."""
+"""What the local engine knows about its requests, and a repair of their scheduling."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from pace_lightning.core.logprobs import shared_prompt_logprobs
-from pace_lightning.core.pace import PrefixRescore, rescore
+from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import Completion, Sampling
 
-RESCORED_AT_ONCE = 64
-"""Responses of one forward pass."""
+GREEDY_TEMPERATURE = 1e-6
+"""What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
+
+
+def served(temperature: float) -> float:
+    """The temperature by which logits are divided."""
+    return max(temperature, GREEDY_TEMPERATURE)
 
 
 @dataclass(slots=True)
@@ -42,55 +43,27 @@ class Request:
     ids: dict[str, Response] = field(default_factory=dict)
     """Live request ids of the manager."""
 
+    def fail(self, error: Exception) -> None:
+        """End it with an error, unless it has ended."""
+        if not self.finished.done():
+            self.finished.set_exception(error)
 
-@torch.no_grad()
-def rescore_unfinished(model: Any, requests: Sequence[Request], *, pad_token_id: int) -> None:
-    """Score the tokens that exist of each unfinished response under the model's present weights.
+    def fail_from_thread(self, error: Exception) -> None:
+        """The same, from any thread."""
+        self.finished.get_loop().call_soon_threadsafe(self.fail, error)
 
-    One forward pass over prompts and prefixes, each distinct prompt computed once. Continuous
-    batching returns no log-probs of the tokens it prefills, so this pass comes on top of the
-    prefill that rebuilds the cache.
 
-    Args:
-        model: the engine's model, while nothing is generated.
-        requests: all of them; finished responses and those without a token are left out.
-        pad_token_id: fills rows.
+def unblock_after_cancellations(scheduler: Any) -> None:
+    """Let waiting requests in once a running one was cancelled.
+
+    When its cache is full, the scheduler puts running requests back and admits none until one
+    *finishes*. If all others are cancelled instead, as by a publication, it would wait forever.
     """
-    for temperature in {request.sampling.temperature for request in requests}:
-        rows = [
-            (request.prompt, response)
-            for request in requests
-            if request.sampling.temperature == temperature
-            for response in request.responses
-            if response.completion is None and response.tokens
-        ]
-        rows.sort(key=lambda row: len(row[0]) + len(row[1].tokens))
-        for start in range(0, len(rows), RESCORED_AT_ONCE):
-            part = rows[start : start + RESCORED_AT_ONCE]
-            _rescore_rows(model, part, temperature, pad_token_id)
+    clear = scheduler.clear_cancelled_requests
 
+    def clear_and_unblock() -> list[Any]:
+        cancelled: list[Any] = clear()
+        scheduler.block_new_requests &= not cancelled
+        return cancelled
 
-def _rescore_rows(
-    model: Any, rows: Sequence[tuple[list[int], Response]], temperature: float, pad_token_id: int
-) -> None:
-    width = max(len(prompt) + len(response.tokens) for prompt, response in rows)
-    input_ids = torch.full((len(rows), width), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    sampled = torch.zeros(input_ids.shape, dtype=torch.bool)
-    for index, (prompt, response) in enumerate(rows):
-        tokens = [*prompt, *response.tokens]
-        input_ids[index, : len(tokens)] = torch.tensor(tokens)
-        attention_mask[index, : len(tokens)] = 1
-        sampled[index, len(prompt) : len(tokens)] = True
-    device = next(model.parameters()).device
-    logprobs, _ = shared_prompt_logprobs(
-        model,
-        input_ids.to(device),
-        attention_mask.to(device),
-        sampled.to(device),
-        torch.tensor([len(prompt) for prompt, _ in rows], device=device),
-        temperature=temperature,
-    )
-    for index, (_, response) in enumerate(rows):
-        new = logprobs[index][sampled[index].to(device)].clamp(max=0.0).tolist()
-        response.rescores.append(rescore(response.logprobs, new))
+    scheduler.clear_cancelled_requests = clear_and_unblock

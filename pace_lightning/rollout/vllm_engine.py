@@ -101,11 +101,21 @@ class VLLMEngine:
         self._requests: list[Request] = []
         self._num_tokens = 0
         self._last_heard = 0.0
+        self._rescore_seconds = 0.0
 
     @property
     def num_tokens_generated(self) -> int:
         """Tokens sampled since the start."""
         return self._num_tokens
+
+    @property
+    def rescore_seconds(self) -> float:
+        """See `RolloutEngine.rescore_seconds`.
+
+        With a recomputed cache, the prefill that rebuilds it gives the scores, at a cost that vLLM
+        does not tell apart; with a kept one, this is the time from asking to scores.
+        """
+        return self._rescore_seconds
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """See `RolloutEngine.start`. Serves noise until the first publication."""
@@ -314,6 +324,7 @@ class VLLMEngine:
                     request.rescoring.append(task)
 
     async def _rescore(self, request: Request, response: Response) -> None:
+        start = time.monotonic()
         behavior = list(response.logprobs)
         tokens = request.prompt + response.tokens
         try:
@@ -321,6 +332,7 @@ class VLLMEngine:
         except Exception as error:
             raise self._link.failure(error, "re-scoring a prefix") from error
         response.rescores.append(rescore(behavior, scores[len(request.prompt) - 1 :]))
+        self._rescore_seconds += time.monotonic() - start
 
     async def _pause(self) -> None:
         pausing = self._link.llm.pause_generation(mode="keep", clear_cache=False)

@@ -21,7 +21,7 @@ from pace_lightning.core.losses import aggregate, clip_statistics, k3_kl
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.policy import checkpoint_layers
 
-Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class NonFiniteLossError(RuntimeError):
@@ -36,8 +36,8 @@ class PolicyModule(pl.LightningModule):
 
     Args:
         policy: the causal LM.
-        head: from ``(policy_logprobs, anchor_logprobs, advantages)`` to per-token losses, all of
-            shape ``(N, T)``.
+        head: from ``(policy_logprobs, anchor_logprobs, advantages, mask)`` to per-token losses, all
+            of shape ``(N, T)``.
         aggregation: name of the aggregation in `core.losses.aggregate`.
         clip_low: lower clip radius; for the logged clip fractions.
         clip_high: upper clip radius; likewise.
@@ -119,7 +119,9 @@ class PolicyModule(pl.LightningModule):
         if batch.micro_batch_index == 0:
             self._sums.clear()
         logprobs, entropies = self._logprobs(self.policy, batch)
-        token_losses = self._head(logprobs, batch.behavior_logprobs, batch.advantages)
+        token_losses = self._head(
+            logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask
+        )
         if self._kl_coef:
             with torch.no_grad():
                 reference, _ = self._logprobs(self._reference[0], batch)

@@ -20,9 +20,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.pool import DrawReport
 from pace_lightning.core.staleness import StalenessDecomposition
-from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.groups import GeneratedStatistics
 from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.run_files import RunFiles, keep_lines_before
 from pace_lightning.training.timing import TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
@@ -87,32 +87,17 @@ def log_histogram(trainer: pl.Trainer, name: str, values: Sequence[float], step:
     Under a name of its own: the Custom Scalars page cannot show a scalar that shares its tag with a
     histogram.
     """
+    if not values:
+        return
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and values:
+        if isinstance(logger, RunFiles):
+            logger.log_distribution(name, values, step)
+        elif isinstance(logger, TensorBoardLogger):
             import numpy as np
 
             logger.experiment.add_histogram(
                 f"histograms/{name}", np.asarray(values, dtype=np.float64), step
             )
-
-
-def keep_lines_before(path: Path, version: PolicyVersion) -> None:
-    """Drop the lines of this version and later from a file of JSON lines.
-
-    And a line that was cut off by a kill.
-    """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["version"] < version:
-                kept.append(line)
-        except json.JSONDecodeError:
-            log.warning("%s: dropped a line that was cut off: %.60r", path, line)
-    scratch = path.with_name(f".{path.name}.part")
-    scratch.write_text("".join(f"{line}\n" for line in kept))
-    scratch.replace(path)
 
 
 class StepMonitor(pl.Callback):
@@ -306,7 +291,6 @@ class LearningMonitor(StepMonitor):
         metrics |= {f"time/{part}_seconds": value for part, value in step_seconds.items()}
         if self._weight_sync.last_report is not None:
             metrics["time/publish_pause_seconds"] = self._weight_sync.last_report.pause_seconds
-            metrics["time/rescore_seconds"] = self._weight_sync.last_report.rescore_seconds
         self._before = now
         log_metrics(trainer, metrics, report.version)
         gap = metrics.get("ratio/lag0_log_abs_mean")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from pace_lightning.core.batch import TrainBatch, collate
 from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
@@ -143,10 +144,18 @@ def _merged(reports: Sequence[DrawReport]) -> DrawReport:
 
     It began with the first, and lost what all did.
     """
-    rejected = [staleness for report in reports for staleness in report.rejected_staleness]
-    scores = [score for report in reports for score in report.rejected_effective_staleness]
-    forgetting = [score for report in reports for score in report.rejected_prefix_forgetting]
-    mean = mean_staleness(rejected)
+    all_rejected: dict[str, Any] = {
+        name: tuple(value for report in reports for value in getattr(report, name))
+        for name in (
+            "rejected_staleness",
+            "rejected_effective_staleness",
+            "rejected_prefix_forgetting",
+            "rejected_response_tokens",
+            "rejected_pass_rates",
+        )
+    }
+    mean = mean_staleness(all_rejected["rejected_staleness"])
+    scores = all_rejected["rejected_effective_staleness"]
     return replace(
         reports[-1],
         occupancy_before_groups=reports[0].occupancy_before_groups,
@@ -156,9 +165,8 @@ def _merged(reports: Sequence[DrawReport]) -> DrawReport:
         rejected_waiting_staleness_versions=mean.waiting if mean else None,
         rejected_total_staleness_versions=mean.total if mean else None,
         rejected_effective_staleness_versions=sum(scores) / len(scores) if scores else None,
-        rejected_staleness=tuple(rejected),
-        rejected_effective_staleness=tuple(scores),
-        rejected_prefix_forgetting=tuple(forgetting),
+        **all_rejected,
         redrawn_groups=sum(report.drawn_groups for report in reports[:-1]),
         wait_seconds=sum(report.wait_seconds for report in reports),
+        ranking_seconds=sum(report.ranking_seconds for report in reports),
     )

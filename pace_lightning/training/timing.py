@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pace_lightning.core.batch import TrainBatch
 
-PARTS = ("setup", "wait", "train", "publish", "evaluate", "checkpoint")
+PARTS = ("setup", "wait", "train", "pacing", "publish", "evaluate", "checkpoint")
 
 
 class TimeLedger(pl.Callback):
@@ -99,6 +100,36 @@ class TimeLedger(pl.Callback):
         self._seconds[part] += time.monotonic() - since
         self._open = None
         return part
+
+
+class Pacing(pl.Callback):
+    """Makes an optimizer step take at least so long, by sleeping before the weights change.
+
+    Args:
+        min_step_seconds: from the beginning of the forward pass; 0: never sleep.
+        time_ledger: gets the seconds slept, as ``pacing``.
+    """
+
+    def __init__(self, min_step_seconds: float, time_ledger: TimeLedger) -> None:
+        self._min_step_seconds = min_step_seconds
+        self._time_ledger = time_ledger
+        self._begin = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """The first micro-batch of a step begins."""
+        if batch.micro_batch_index == 0:
+            self._begin = time.monotonic()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Wait for the rest of the time; the policy version is still the old one."""
+        rest = self._begin + self._min_step_seconds - time.monotonic()
+        if rest > 0:
+            with self._time_ledger.span("pacing"):
+                time.sleep(rest)
 
 
 class RunCheckpointIO(TorchCheckpointIO):

@@ -72,6 +72,39 @@ def test_a_restored_ledger_goes_on_with_nothing_pending():
     assert restored.groups() == {"trained": 2, "too_stale": 1}
 
 
+def settle(ledger, uid, fate):
+    ledger.lease(uid)
+    ledger.settle(uid, fate)
+
+
+def test_a_prompt_that_was_rejected_and_never_trained_on_is_known_by_its_index():
+    ledger = Ledger()
+    for uid, fate in (
+        ("0:7", Fate.REJECTED),
+        ("0:12", Fate.REJECTED),
+        ("0:3", Fate.REJECTED),
+        ("0:4", Fate.TRAINED),
+        ("0:5", Fate.ZERO_VARIANCE),
+        ("1:7", Fate.FAILED),  # no rejection
+        ("1:12", Fate.TOO_STALE),
+        ("1:4", Fate.REJECTED),  # was trained on before
+        ("1:3", Fate.TRAINED),  # no longer starving
+        ("2:3", Fate.REJECTED),
+    ):
+        settle(ledger, uid, fate)
+    assert list(ledger.never_trained().items()) == [("12", 2), ("7", 1)]
+
+
+def test_a_restored_ledger_knows_who_was_trained_on_and_who_was_rejected():
+    ledger, restored = Ledger(), Ledger()
+    for uid, fate in (("0:1", Fate.TRAINED), ("0:2", Fate.REJECTED), ("0:3", Fate.REJECTED)):
+        settle(ledger, uid, fate)
+    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    for uid, fate in (("1:1", Fate.REJECTED), ("1:2", Fate.REJECTED), ("1:3", Fate.TRAINED)):
+        settle(restored, uid, fate)
+    assert restored.never_trained() == {"2": 2}
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Fate), st.integers(0, 9))))
 def test_the_sums_close_after_any_sequence_of_leases_and_settlements(moves):
     ledger, out, settled, tokens = Ledger(), set(), 0, 0

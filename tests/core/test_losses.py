@@ -9,30 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pace_lightning.core.heads import dapo_head
 from pace_lightning.core.losses import (
     AGGREGATIONS,
-    HEADS,
     aggregate,
     blank,
     clip_statistics,
-    dapo_head,
-    grpo_head,
     k3_kl,
     log_ratio,
+    sequence_log_ratio,
 )
 
 DAPO = {"clip_low": 0.2, "clip_high": 0.28}
-GRPO = {"clip_low": 0.2, "clip_high": 0.2}
 SEEDS = st.integers(0, 2**31)
-
-
-def one_token(head, ratio, advantage, **bounds):
-    """Loss and gradient of one token with the given ratio."""
-    anchor = torch.tensor([[-1.0]], dtype=torch.float64)
-    policy = (anchor + math.log(ratio)).requires_grad_()
-    loss = head(policy, anchor, torch.tensor([[advantage]], dtype=torch.float64), **bounds)
-    (gradient,) = torch.autograd.grad(loss.sum(), policy)
-    return loss.item(), gradient.item()
 
 
 def random_batch(seed, num_rows=5, width=7, dtype=torch.float32):
@@ -51,7 +40,7 @@ def random_batch(seed, num_rows=5, width=7, dtype=torch.float32):
 def loss_and_gradient(policy, anchor, advantages, mask, *, mode="token-mean", counts=None):
     """Aggregated DAPO loss with a KL term, as a training step forms it, and d/d log pi."""
     leaf = policy.clone().requires_grad_()
-    losses = dapo_head(leaf, anchor, advantages, **DAPO) + 0.1 * k3_kl(leaf, anchor)
+    losses = dapo_head(leaf, anchor, advantages, mask, **DAPO) + 0.1 * k3_kl(leaf, anchor)
     num_tokens, num_sequences = counts or (int(mask.sum()), int(mask.any(dim=1).sum()))
     loss = aggregate(
         losses,
@@ -65,130 +54,7 @@ def loss_and_gradient(policy, anchor, advantages, mask, *, mode="token-mean", co
     return loss.detach(), gradient
 
 
-# --- heads ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        (1.5, 1.0, -1.2, 0.0),  # -1.5 < -1.2: clipped
-        (1.5, -1.0, 1.5, 1.5),  # 1.5 > 1.2: the pessimistic side keeps its gradient -A rho
-        (0.5, 1.0, -0.5, -0.5),
-        (0.5, -1.0, 0.8, 0.0),  # 0.5 < 0.8: clipped
-        (1.1, 2.0, -2.2, -2.2),  # within the bounds: -A rho twice
-        (0.9, -2.0, 1.8, 1.8),
-    ],
-)
-def test_grpo_by_hand(ratio, advantage, loss, gradient):
-    assert one_token(grpo_head, ratio, advantage, **GRPO) == pytest.approx((loss, gradient))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        (1.26, 1.0, -1.26, -1.26),  # below 1.28: not clipped
-        (1.30, 1.0, -1.28, 0.0),
-        (0.79, -1.0, 0.8, 0.0),  # the lower bound is still 1 - 0.2
-        (0.81, -1.0, 0.81, 0.81),
-    ],
-)
-def test_dapo_by_hand(ratio, advantage, loss, gradient):
-    assert one_token(dapo_head, ratio, advantage, **DAPO) == pytest.approx((loss, gradient))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        (5.0, -1.0, 3.0, 0.0),  # min(5, 3)
-        (2.0, -1.0, 2.0, 2.0),
-        (5.0, 1.0, -1.2, 0.0),  # positive advantages do not see the dual clip
-        (0.5, -1.0, 0.8, 0.0),
-    ],
-)
-def test_dual_clip_by_hand(ratio, advantage, loss, gradient):
-    bounds = {**GRPO, "dual_clip": 3.0}
-    assert one_token(grpo_head, ratio, advantage, **bounds) == pytest.approx((loss, gradient))
-
-
-@pytest.mark.parametrize("dual_clip", [None, 1.7])
-@settings(max_examples=25, deadline=None)
-@given(seed=SEEDS)
-def test_dapo_agrees_with_the_reference(dual_clip, seed):
-    policy, anchor, advantages, _ = random_batch(seed, dtype=torch.float64)
-    policy.requires_grad_()
-    losses = dapo_head(policy, anchor, advantages, **DAPO, dual_clip=dual_clip)
-    (gradient,) = torch.autograd.grad(losses.sum(), policy)
-    expected_losses, expected_gradient = reference.clipped_losses(
-        policy.detach().numpy(), anchor.numpy(), advantages.numpy(), 0.2, 0.28, dual_clip
-    )
-    np.testing.assert_allclose(losses.detach().numpy(), expected_losses, rtol=1e-12)
-    np.testing.assert_allclose(gradient.numpy(), expected_gradient, rtol=1e-12)
-
-
-@pytest.mark.parametrize("head", sorted(HEADS))
-@settings(max_examples=25, deadline=None)
-@given(seed=SEEDS)
-def test_with_all_ratios_one_every_surrogate_is_minus_the_advantage(head, seed):
-    policy, _, advantages, _ = random_batch(seed)
-    leaf = policy.clone().requires_grad_()
-    losses = HEADS[head](leaf, policy, advantages, **GRPO, dual_clip=3.0)
-    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    assert torch.equal(losses, -advantages)
-    assert torch.equal(gradient, -advantages)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=SEEDS)
-def test_grpo_is_dapo_with_equal_bounds(seed):
-    policy, anchor, advantages, _ = random_batch(seed)
-    grpo, dapo = (
-        HEADS[name](policy, anchor, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-        for name in ("grpo", "dapo")
-    )
-    assert torch.equal(grpo, dapo)
-
-
-def test_grpo_refuses_two_bounds():
-    values = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"clip_low is 0\.2 and clip_high 0\.28.*dapo objective"):
-        grpo_head(values, values, values, **DAPO)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "message"),
-    [
-        ({"clip_low": 1.0, "clip_high": 0.2}, "clip_low is 1.0"),
-        ({"clip_low": -0.1, "clip_high": 0.2}, "clip_low is -0.1"),
-        ({"clip_low": 0.2, "clip_high": -0.1}, "clip_high -0.1"),
-        ({"clip_low": math.nan, "clip_high": 0.2}, "clip_low is nan"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, "dual_clip is 1.0"),
-    ],
-)
-def test_bounds_out_of_range_are_refused(bounds, message):
-    values = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=message):
-        dapo_head(values, values, values, **bounds)
-
-
-def test_nothing_is_broadcast():
-    values, column = torch.zeros(2, 3), torch.zeros(2, 1)
-    with pytest.raises(ValueError, match=r"\(2, 3\) and advantages \(2, 1\)"):
-        dapo_head(values, values, column, **DAPO)
-    with pytest.raises(ValueError, match=r"\(2, 3\) and anchor log-probs \(2, 1\)"):
-        log_ratio(values, column)
-
-
-@pytest.mark.parametrize("head", sorted(HEADS))
-@pytest.mark.parametrize("log_pi", [-1e4, -50.0, -19.0, 19.0, 50.0, 1e4])
-@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
-def test_extreme_ratios_have_finite_losses_and_gradients(head, log_pi, advantage):
-    policy = torch.full((1, 1), log_pi, requires_grad=True)
-    anchor = torch.zeros(1, 1)
-    losses = HEADS[head](policy, anchor, torch.full((1, 1), advantage), **GRPO)
-    total = losses + k3_kl(policy, anchor)
-    (gradient,) = torch.autograd.grad(total.sum(), policy)
-    assert total.isfinite().all()
-    assert gradient.isfinite().all()
+# --- log-ratios -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,6 +66,42 @@ def test_the_log_ratio_is_clamped_at_twenty(delta, value, gradient):
     result.sum().backward()
     assert result.item() == value
     assert policy.grad.item() == gradient
+
+
+def test_nothing_is_broadcast():
+    values, column = torch.zeros(2, 3), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match=r"\(2, 3\) and anchor log-probs \(2, 1\)"):
+        log_ratio(values, column)
+    with pytest.raises(ValueError, match=r"\(2, 3\) and anchor log-probs \(2, 1\)"):
+        sequence_log_ratio(values, column, torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask has dtype torch.bool and shape \(2, 1\)"):
+        blank(values, column > 0)
+
+
+@pytest.mark.parametrize("own_gradient", [False, True])
+@pytest.mark.parametrize(
+    ("distances", "mean", "slope"),
+    [
+        ([0.1, -0.1, 0.3], 0.1, 1.0),
+        ([30.0, 0.0, -6.0], 8.0, 1.0),  # tokens are not clamped, their mean is
+        ([30.0, 30.0, 0.0], 10.0, 0.0),
+        ([-90.0, 0.0, 0.0], -20.0, 0.0),
+    ],
+)
+def test_sequence_log_ratios_by_hand(own_gradient, distances, mean, slope):
+    policy = torch.tensor([[math.nan, *distances], [math.nan] * 4], dtype=torch.float64)
+    policy.requires_grad_()
+    mask = torch.tensor([[False, True, True, True], [False] * 4])
+    result = sequence_log_ratio(policy, torch.zeros_like(policy), mask, own_gradient=own_gradient)
+    assert result.shape == policy.shape
+    assert result[0, 1:].tolist() == pytest.approx([mean] * 3)
+    # the last token's value: by its own log-prob only, or by a third of each
+    (gradient,) = torch.autograd.grad(result[0, 3], policy)
+    expected = [0.0, 0.0, 0.0, slope] if own_gradient else [0.0, *([slope / 3] * 3)]
+    assert gradient[0].tolist() == pytest.approx(expected)
+    assert gradient[1].count_nonzero() == 0
+    if not own_gradient:
+        assert result[1].tolist() == [0.0] * 4
 
 
 # --- KL ------------------------------------------------------------------------------------------
@@ -300,7 +202,7 @@ def test_one_gradient_for_every_partition(mode, num_ranks, num_micro_batches, se
 
     def share(weights, rows):
         leaf = policy[rows] + anchor[rows] * weights
-        losses = dapo_head(leaf, anchor[rows], advantages[rows], **DAPO)
+        losses = dapo_head(leaf, anchor[rows], advantages[rows], mask[rows], **DAPO)
         return aggregate(
             losses,
             mask[rows],
@@ -364,26 +266,17 @@ def test_row_order_changes_at_most_the_last_unit(mode, seed):
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_masked_log_probs_do_not_poison(mode, poison):
+def test_masked_inputs_do_not_poison(mode, poison):
     clean = random_batch(11)
     mask = clean[3]
     loss, gradient = loss_and_gradient(*clean, mode=mode)
-    for poisoned in ((0,), (1,), (0, 1)):
+    for poisoned in ((0,), (1,), (2,), (0, 1, 2)):
         dirty = [
             torch.where(mask, x, poison) if i in poisoned else x for i, x in enumerate(clean[:3])
         ]
         dirty_loss, dirty_gradient = loss_and_gradient(*dirty, mask, mode=mode)
         assert torch.equal(dirty_loss, loss)
         assert torch.equal(dirty_gradient, gradient)
-
-
-def test_blanked_advantages_do_not_poison():
-    policy, anchor, advantages, mask = random_batch(11)
-    loss, gradient = loss_and_gradient(policy, anchor, advantages, mask)
-    dirty = torch.where(mask, advantages, math.nan)
-    dirty_loss, dirty_gradient = loss_and_gradient(policy, anchor, blank(dirty, mask), mask)
-    assert torch.equal(dirty_loss, loss)
-    assert torch.equal(dirty_gradient, gradient)
 
 
 def test_blanking_passes_no_gradient_at_masked_positions():
@@ -434,6 +327,40 @@ def test_impossible_aggregates_are_refused(changes, message):
         aggregate(torch.ones(2, 3), arguments.pop("mask"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("mode", "original", "kept"),
+    [
+        ("token-mean", 7 / 6, 7 / 4),  # 1 + 2 + 2 + 2
+        ("seq-mean-token-mean", 1.0, 1.5),  # (1/2 + 6/4) / 2; (1/1 + 6/3) / 2
+        ("seq-mean-token-sum", 3.5, 3.5),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_both_denominators_by_hand(mode, original, kept, split):
+    losses = torch.tensor([[1.0, 1.0, 9.0, 9.0], [2.0, 2.0, 2.0, 2.0]])
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    keep = torch.tensor([[True, False, True, True], [True, True, False, True]])
+    parts = [slice(0, 1), slice(1, 2)] if split else [slice(0, 2)]
+    counts = {"num_tokens": 6, "num_sequences": 2}
+    shares = [
+        aggregate(torch.where(keep, losses, 0.0)[rows], mask[rows], mode=mode, **counts)
+        for rows in parts
+    ]
+    assert sum(shares).item() == pytest.approx(original)
+    counts = {"num_tokens": 4, "num_sequences": 2}
+    shares = [aggregate(losses[rows], (mask & keep)[rows], mode=mode, **counts) for rows in parts]
+    assert sum(shares).item() == pytest.approx(kept)
+
+
+def test_a_row_of_rejected_tokens_counts_only_in_the_original_denominator():
+    losses, mask = torch.tensor([[3.0, 3.0], [5.0, 5.0]]), torch.ones(2, 2, dtype=torch.bool)
+    kept = torch.tensor([[True, True], [False, False]])
+    mode = "seq-mean-token-mean"
+    original = aggregate(blank(losses, kept), mask, mode=mode, num_tokens=4, num_sequences=2)
+    assert original.item() == 1.5
+    assert aggregate(losses, kept, mode=mode, num_tokens=2, num_sequences=1).item() == 3.0
+
+
 # --- statistics ----------------------------------------------------------------------------------
 
 
@@ -469,7 +396,7 @@ def test_clipped_tokens_are_those_without_a_gradient(seed):
     policy, anchor, advantages, mask = random_batch(seed)
     statistics = clip_statistics(policy, anchor, advantages, mask, **DAPO)
     leaf = policy.clone().requires_grad_()
-    dapo_head(leaf, anchor, advantages, **DAPO).sum().backward()
+    dapo_head(leaf, anchor, advantages, mask, **DAPO).sum().backward()
     without = int(((leaf.grad == 0) & mask).sum())
     clipped = statistics["clipped_low_sum"] + statistics["clipped_high_sum"]
     assert clipped.item() == without

@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from scripted import make_group
@@ -156,6 +157,45 @@ def test_the_staleness_of_the_rejected_is_none_when_nothing_was_rejected():
     assert report.rejected_total_staleness_versions is None
     assert report.rejected_generation_staleness_versions is None
     assert report.rejected_waiting_staleness_versions is None
+
+
+def test_the_report_has_length_and_pass_rate_of_each_group_of_both_sides():
+    pool = make_pool(ShedOldest(1), settle=lambda *_: None)
+    pool.put(make_group("old", versions=(0, 0, 0), scores=(0.0, 0.0, 0.0, 1.0)))
+    pool.put(make_group("a", versions=(1,), scores=(1.0, 0.0)))
+    pool.put(make_group("b", versions=(1, 1), scores=(1.0, 1.0, 0.0, 1.0)))
+    _, report = pool.draw(2, version=1, timeout_seconds=5)
+    assert (report.response_tokens, report.pass_rates) == ((1.0, 2.0), (0.5, 0.75))
+    assert (report.rejected_response_tokens, report.rejected_pass_rates) == ((3.0,), (0.25,))
+    assert not {"response_tokens", "pass_rates"} & report.as_json().keys()
+
+
+def test_the_report_has_the_seconds_in_which_the_policy_chose_and_no_others(monkeypatch):
+    now = [100.0]
+
+    class Slow(ShedOldest):
+        def begin(self, **arguments):
+            now[0] += 1
+            return super().begin(**arguments)
+
+        def select(self, *arguments, **named):
+            now[0] += 4
+            return super().select(*arguments, **named)
+
+    def freed():  # takes its time too, and is not ranking
+        now[0] += 16
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr("pace_lightning.core.pool.time", clock)
+    pool = make_pool(Slow(0), on_change=freed)
+    fill(pool, 3)
+    reports = [
+        pool.draw(1, version=version, timeout_seconds=5, again=version == 2)[1]
+        for version in range(3)
+    ]
+    assert [report.ranking_seconds for report in reports] == [5, 5, 4]  # no budget for a repetition
+    assert [report.wait_seconds for report in reports] == [21, 21, 20]
+    assert reports[0].as_json()["ranking_seconds"] == 5
 
 
 def test_a_report_is_one_line_of_json_without_the_histograms():

@@ -29,7 +29,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pace_lightning.__main__ import main
 from pace_lightning.build_tasks import sample_writer
 from pace_lightning.config import Config, ConfigError
-from pace_lightning.core.trajectory import TrajectoryGroup
+from pace_lightning.core.ledger import Ledger
+from pace_lightning.core.trajectory import Fate, TrajectoryGroup
 from pace_lightning.run import resume, train
 from pace_lightning.tasks.prompts import PromptStream
 
@@ -207,6 +208,40 @@ def test_the_summary_of_a_resumed_run_is_about_the_whole_run(
     for part in ("generation", "waiting"):
         mean = sum(draw[f"{part}_staleness_versions"] for draw in draws) / STEPS
         assert summary["staleness"][part] == pytest.approx(mean, abs=1e-9)
+
+
+def test_rejections_before_and_after_a_break_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overfull = ("admission.policy=pace", "pace.smoothing=1.0", "rollout.max_outstanding_groups=16")
+    config = configure(tmp_path / "run", *SCRIPTED, *overfull)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    books = torch.load(checkpoints(tmp_path / "run")[-1], weights_only=True)["RolloutDataModule"]
+    trained, rejections = set(books["ledger"]["trained_prompts"]), books["ledger"]["rejections"]
+    assert books["policy_version"] == 4
+    assert sum(rejections.values()) > 0, "the pool never overfilled before the break"
+    settle = Ledger.settle
+
+    def spy(ledger: Ledger, uid: str, fate: Fate, **named: int) -> None:
+        settle(ledger, uid, fate, **named)
+        index = uid.split(":")[1]
+        if fate == "trained":
+            trained.add(index)
+        elif fate == "rejected":
+            rejections[index] = rejections.get(index, 0) + 1
+
+    monkeypatch.setattr(Ledger, "settle", spy)
+    continue_run(config, monkeypatch)
+    summary = read_summary(tmp_path / "run")
+    starved = {index: count for index, count in rejections.items() if index not in trained}
+    assert summary["never_admitted"]["prompts"] == len(starved) > 0
+    assert summary["never_admitted"]["rejections"] == sum(starved.values())
+    assert max(starved.values()) == max(summary["never_admitted"]["worst"].values())
+    rejected = sum(d["rejected_groups"] for d in read_lines(tmp_path / "run" / "draws.jsonl"))
+    lengths = [c for name, c in summary["rejected_shares"].items() if name.startswith("length")]
+    assert sum(c["rejected_groups"] for c in lengths) == rejected == summary["fates"]["rejected"]
+    assert sum(c["settled_groups"] for c in lengths) == rejected + summary["fates"]["trained"]
 
 
 def test_a_resumed_run_whose_prompts_end_has_lost_none_of_them(

@@ -35,6 +35,7 @@ DRAW_FIELDS = {
     "rejected_effective_staleness_versions",
     "warning",
     "wait_seconds",
+    "ranking_seconds",
     "redrawn_groups",
 }
 
@@ -51,9 +52,16 @@ SUMMARY_FIELDS = {
     "fates",
     "fates_unit",
     "fates_tokens",
+    "rejected_shares",
+    "never_admitted",
+    "ranking_seconds",
+    "rescore_seconds",
 }
 
-TIME_PARTS = {"setup", "wait", "train", "publish", "evaluate", "checkpoint", "other", "total"}
+TIME_PARTS = {
+    *("setup", "wait", "train", "pacing", "publish", "evaluate", "checkpoint"),
+    *("other", "total"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,8 @@ def test_training_was_asynchronous_by_the_draws_and_by_the_summary(run_dir: Path
         "pool/occupancy_after_groups",
         "pool/rejected_groups",
         "pool/wait_seconds",
+        "pool/ranking_seconds",
+        "pool/rescore_seconds",
         "ratio/mean",
         "loss/objective",
         "time/wait_seconds",
@@ -301,7 +311,18 @@ def test_pace_rejects_surplus_and_reports_both_sides(tmp_path: Path) -> None:
     assert all(draw["rejected_groups"] <= draw["budget_groups"] for draw in draws)
     rejected = sum(draw["rejected_groups"] for draw in draws)
     assert rejected > 0, "the pool never overfilled"
-    assert read_summary(run_dir)["fates"]["rejected"] == rejected
+    summary = read_summary(run_dir)
+    assert summary["fates"]["rejected"] == rejected
+    for kind in ("length_decile", "pass_rate"):
+        classes = [c for name, c in summary["rejected_shares"].items() if name.startswith(kind)]
+        assert sum(c["rejected_groups"] for c in classes) == rejected
+        assert sum(c["settled_groups"] for c in classes) == rejected + 12 * GROUPS_PER_STEP
+    never = summary["never_admitted"]
+    assert 0 <= never["prompts"] <= never["rejections"] <= rejected
+    assert f"never admitted       {never['prompts']} prompts" in output
+    ranking = sum(draw["ranking_seconds"] for draw in draws)
+    assert summary["ranking_seconds"] == pytest.approx(ranking, abs=1e-3)
+    assert 0 < summary["rescore_seconds"] < summary["seconds"]["total"]
     for draw in draws:
         total, effective = draw["total_staleness_versions"], draw["effective_staleness_versions"]
         assert draw["waiting_staleness_versions"] - 1e-9 <= effective <= total + 1e-9
@@ -312,6 +333,8 @@ def test_pace_rejects_surplus_and_reports_both_sides(tmp_path: Path) -> None:
     assert {"pool/budget_groups", "staleness/effective", "staleness/rejected/effective"} <= {
         *tags["scalars"]
     }
+    assert any(tag.startswith("rejected_share/length_decile_") for tag in tags["scalars"])
+    assert any(tag.startswith("rejected_share/pass_rate_") for tag in tags["scalars"])
     assert {
         "histograms/staleness/prefix_forgetting",
         "histograms/staleness/rejected/effective",

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.heads import dapo_head
 from pace_lightning.core.logprobs import token_logprobs
-from pace_lightning.core.losses import aggregate, dapo_head
+from pace_lightning.core.losses import aggregate
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.run import train
@@ -214,6 +215,7 @@ def plain_training(
                 logprobs,
                 batch.behavior_logprobs,
                 batch.advantages,
+                batch.loss_mask,
                 clip_low=config.loss.clip_low,
                 clip_high=config.loss.clip_high,
             )

@@ -10,8 +10,9 @@ import reference
 import torch
 
 from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.heads import dapo_head
 from pace_lightning.core.logprobs import token_logprobs
-from pace_lightning.core.losses import AGGREGATIONS, dapo_head
+from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.training.module import NonFiniteLossError, PolicyModule
 from pace_lightning.training.policy import copy_for_engine, load_policy
@@ -332,7 +333,7 @@ def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is():
     policy = make_policy()
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
 
-    def head(logprobs, anchor, advantages):  # 0, with slope infinity
+    def head(logprobs, anchor, advantages, mask):  # 0, with slope infinity
         return (logprobs - logprobs.detach()).sqrt()
 
     batches = near_policy(policy, make_batches(make_groups()))

@@ -278,7 +278,8 @@ def with_wait(pool, *seconds):
 
     def patched(*arguments, **named):
         groups, report = draw(*arguments, **named)
-        return groups, replace(report, wait_seconds=next(waits))
+        seconds = next(waits)
+        return groups, replace(report, wait_seconds=seconds, ranking_seconds=seconds / 10)
 
     pool.draw = patched
     return pool
@@ -305,6 +306,7 @@ def test_a_draw_without_gradient_is_repeated_and_its_groups_are_handed_back():
     assert report.redrawn_groups == 4
     assert report.drawn_groups == 2
     assert report.wait_seconds == 7.0
+    assert report.ranking_seconds == pytest.approx(0.7)
     assert (report.occupancy_before_groups, report.occupancy_after_groups) == (7, 1)
 
 
@@ -326,6 +328,8 @@ def test_rejections_of_a_repeated_draw_stay_in_its_report():
     report = batch.report
     assert settled == [(f"{uid:03}", Fate.TOO_STALE, 7) for uid in (0, 1, 3)]
     assert report.rejected_groups == 3
+    assert report.rejected_response_tokens == (3.5,) * 3
+    assert report.rejected_pass_rates == (0.5,) * 3
     lags = [part.total for part in report.rejected_staleness]
     assert lags == [4, 4, 2, 2, 3, 3]
     assert (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pace_lightning.training import timing
-from pace_lightning.training.timing import PARTS, RunCheckpointIO, TimeLedger
+from pace_lightning.training.timing import PARTS, Pacing, RunCheckpointIO, TimeLedger
 
 
 class Clock:
@@ -29,7 +29,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(
+        timing, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.advance)
+    )
     return clock
 
 
@@ -62,6 +64,7 @@ def test_a_span_inside_another_takes_its_time_out_of_the_outer_one(clock):
         "train": 17,
         "publish": 10,
         "wait": 4,
+        "pacing": 0,
         "evaluate": 0,
         "checkpoint": 0,
         "other": 0,
@@ -80,7 +83,9 @@ spans = st.recursive(
 def test_whatever_is_nested_in_whatever_the_parts_add_up_to_the_total(schedule):
     clock = Clock()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=clock.monotonic))
+        monkeypatch.setattr(
+            timing, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.advance)
+        )
         ledger = TimeLedger()
         ledger.setup(None, None, "fit")
         expected = dict.fromkeys((*PARTS, "other"), 0.0)
@@ -133,7 +138,9 @@ def test_a_span_that_raises_ends_and_the_outer_one_goes_on(clock):
 
 
 class Batch:
-    """Nothing Lightning would look into."""
+    """Nothing Lightning would look into; each is a step of its own."""
+
+    micro_batch_index = 0
 
 
 class Module(pl.LightningModule):
@@ -191,7 +198,7 @@ class Publisher(pl.Callback):
         self._publish()
 
 
-def make_trainer(clock, ledger, **arguments):
+def make_trainer(clock, ledger, *pacing, **arguments):
     return pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -201,7 +208,7 @@ def make_trainer(clock, ledger, **arguments):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[ledger, Publisher(clock, ledger)],
+        callbacks=[ledger, *pacing, Publisher(clock, ledger)],
         **arguments,
     )
 
@@ -218,12 +225,25 @@ def test_the_parts_of_a_real_run(clock, tmp_path):
         "setup": 2,
         "wait": 4 * 7 + 2 * 7,
         "train": 4 * 3,
+        "pacing": 0,
         "publish": 4 * 11 + 11,
         "evaluate": 2 * 5,
         "checkpoint": 0,
         "other": 13,
         "total": clock.now - 1000,
     }
+
+
+@pytest.mark.parametrize(("min_step_seconds", "slept"), [(0.0, 0), (2.5, 0), (10.0, 7)])
+def test_a_paced_step_sleeps_for_what_is_left_and_that_is_not_training(
+    clock, min_step_seconds, slept
+):
+    ledger = TimeLedger()
+    trainer = make_trainer(clock, ledger, Pacing(min_step_seconds, ledger))
+    trainer.fit(Module(clock), Loader(clock, ledger, 4))
+    seconds = ledger.seconds()
+    assert (seconds["train"], seconds["pacing"]) == (4 * 3, 4 * slept)
+    assert_adds_up(ledger)
 
 
 def test_a_step_that_raises_is_counted_and_nothing_after_it(clock):

@@ -1,0 +1,327 @@
+"""Formulas of the proximal log-probs: the anchor that the trust region is centered on.
+
+Where they come from, and at what cost: `core.proximal_sources`.
+
+Shapes:
+
+    N   responses (rows) of a micro-batch
+    T   positions of the longest row; shorter rows are padded
+    S   tokens that exist of one response
+
+Symbols, for each token:
+
+    log mu    ``behavior_logprobs``: of the policy that sampled it, as the engine reported them
+    log prox  ``proximal_logprobs``: never with a gradient
+    log pi    ``policy_logprobs``: of the weights that are trained
+    v         ``token_versions``: version of the weights that sampled it, -1 where nothing was
+    j         ``version``: of the weights that are trained
+    d         j - v, the lag of the token in versions
+
+The total ratio pi/mu is (pi/prox) (prox/mu): the trust region bounds the first factor, a correction
+bounds the second one.
+
+Interpolations between mu and pi know nothing that these two do not: a bound on pi/prox is one on
+pi/mu in other words. With `log_linear_logprobs`, ``pi/prox <= 1 + eps`` says ``pi/mu <=
+(1 + eps)^d``. So log the total ratio too (`proximal_statistics`).
+
+Masked positions may hold anything, NaN included; so may the results there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pace_lightning.core.losses import LOG_RATIO_LIMIT, log_ratio
+from pace_lightning.core.trajectory import PolicyVersion
+
+
+def policy_weight(token_versions: Tensor, *, version: PolicyVersion) -> Tensor:
+    """The weight of pi in an interpolated prox: ``(d - 1) / d``, and 0 for d < 1 or v < 0.
+
+    The version interpolated for is j - 1, as in AReaL's code
+    (``compute_prox_logp_approximations``). A-3PO (arXiv:2512.06547) writes 1/d, the weight of mu.
+
+    Args:
+        token_versions: v; integers of any shape.
+        version: j.
+
+    Returns:
+        float64 of the same shape, in ``[0, 1)``.
+
+    >>> policy_weight(torch.tensor([-1, 8, 7, 6, 4]), version=8).tolist()
+    [0.0, 0.0, 0.0, 0.5, 0.75]
+    """
+    lag = version - token_versions.double()
+    weight = (lag - 1) / lag.clamp(min=1)
+    return torch.where(token_versions >= 0, weight.clamp(min=0), 0.0)
+
+
+@torch.no_grad()
+def log_linear_logprobs(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    token_versions: Tensor,
+    *,
+    version: PolicyVersion,
+) -> Tensor:
+    """``log prox = log mu + a (log pi - log mu)`` with a = `policy_weight`.
+
+    AReaL's ``loglinear``, which is A-3PO (arXiv:2512.06547); confirmed in AReaL's code.
+
+    Args:
+        policy_logprobs: log pi; shape ``(N, T)``.
+        behavior_logprobs: log mu; shape ``(N, T)``.
+        token_versions: v; shape ``(N, T)``.
+        version: j.
+
+    Returns:
+        Shape ``(N, T)``, without gradient.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    _check_shapes(policy_logprobs, behavior_logprobs, token_versions)
+    weight = policy_weight(token_versions, version=version).to(behavior_logprobs.dtype)
+    return behavior_logprobs + weight * (policy_logprobs - behavior_logprobs)
+
+
+@torch.no_grad()
+def linear_logprobs(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    token_versions: Tensor,
+    *,
+    version: PolicyVersion,
+) -> Tensor:
+    """``log prox = log((1 - a) mu + a pi)`` with a = `policy_weight`.
+
+    AReaL's ``linear``, with one departure: its code adds 1e-10 to the probability, which raises a
+    token of probability 1e-12 a hundredfold even where prox should be mu. Computed from log-probs
+    here, nothing has to be added.
+
+    Args:
+        policy_logprobs: log pi; shape ``(N, T)``.
+        behavior_logprobs: log mu; shape ``(N, T)``.
+        token_versions: v; shape ``(N, T)``.
+        version: j.
+
+    Returns:
+        Shape ``(N, T)``, without gradient.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    _check_shapes(policy_logprobs, behavior_logprobs, token_versions)
+    weight = policy_weight(token_versions, version=version)
+    of_behavior = behavior_logprobs + (-weight).log1p().to(behavior_logprobs.dtype)
+    of_policy = policy_logprobs + weight.log().to(policy_logprobs.dtype)
+    return torch.logaddexp(of_behavior, of_policy)
+
+
+def keep_own_scores(
+    kept: Sequence[float],
+    token_versions: Sequence[PolicyVersion],
+    logprobs: Sequence[float],
+    *,
+    version: PolicyVersion,
+) -> list[float]:
+    """What is recorded of one response after the weights of ``version`` scored it.
+
+    Only tokens that this version sampled take the new number; those of older versions keep theirs.
+    Call it for each response, finished or not, before the weights of ``version`` are replaced.
+
+    Args:
+        kept: what was recorded before, for the first tokens; at most S numbers, NaN where none is.
+        token_versions: v; shape ``(S,)``.
+        logprobs: under the weights of ``version``; shape ``(S,)``.
+        version: of the weights that are about to be replaced.
+
+    Returns:
+        One number per token, NaN where none is recorded; shape ``(S,)``.
+
+    Raises:
+        ValueError: if the lengths do not fit, or a token is newer than ``version``.
+
+    >>> keep_own_scores([-1.0], [3, 4, 4], [-1.5, -2.0, -0.5], version=4)
+    [-1.0, -2.0, -0.5]
+    """
+    lengths = len(kept), len(token_versions), len(logprobs)
+    if not lengths[0] <= lengths[1] == lengths[2]:
+        raise ValueError(
+            f"{lengths[0]} recorded numbers, {lengths[1]} versions and {lengths[2]} log-probs; "
+            "needed one version and one log-prob per token, and no more recorded numbers than "
+            "tokens: pass all tokens that exist of one response"
+        )
+    if max(token_versions, default=version) > version:
+        raise ValueError(
+            f"a token was sampled at version {max(token_versions)}, but version {version} scores "
+            "it; needed the newest version that sampled: score before the weights are replaced"
+        )
+    before = [*kept, *[math.nan] * (lengths[1] - lengths[0])]
+    return [
+        new if own == version else old
+        for old, own, new in zip(before, token_versions, logprobs, strict=True)
+    ]
+
+
+@torch.no_grad()
+def own_version_logprobs(
+    policy_logprobs: Tensor,
+    recorded_logprobs: Tensor,
+    token_versions: Tensor,
+    mask: Tensor,
+    *,
+    version: PolicyVersion,
+) -> Tensor:
+    """The recorded log-probs; for tokens of the present version those of the present weights.
+
+    Args:
+        policy_logprobs: log pi; shape ``(N, T)``.
+        recorded_logprobs: NaN where nothing was recorded; shape ``(N, T)``.
+        token_versions: v; shape ``(N, T)``.
+        mask: boolean; shape ``(N, T)``.
+        version: j.
+
+    Returns:
+        Shape ``(N, T)``, without gradient.
+
+    Raises:
+        ValueError: if the shapes differ, or a trained token of an older version was not scored.
+    """
+    _check_shapes(policy_logprobs, recorded_logprobs, token_versions, mask)
+    missing = recorded_logprobs.isnan()
+    lost = token_versions[mask & missing & (token_versions != version)].tolist()
+    if lost:
+        raise ValueError(
+            f"{len(lost)} tokens of versions {sorted(set(lost))} were not scored before their "
+            f"weights were replaced, and version {version} cannot score them; needed a score of "
+            "every token that exists at a publication, or another source of proximal log-probs"
+        )
+    return torch.where(missing, policy_logprobs, recorded_logprobs)
+
+
+@torch.no_grad()
+def capped_behavior_logprobs(
+    policy_logprobs: Tensor, behavior_logprobs: Tensor, *, ratio_cap: float = 100.0
+) -> Tensor:
+    """``max(log mu, log pi - log cap)``: a mu that keeps the total ratio at most ``ratio_cap``.
+
+    In place of mu in the weight prox/mu of decoupled PPO it gives the loss of PPO-EWMA
+    (arXiv:2110.00641; confirmed in its code, which works in log space).
+
+    Args:
+        policy_logprobs: log pi; shape ``(N, T)``.
+        behavior_logprobs: log mu; shape ``(N, T)``.
+        ratio_cap: largest pi/mu; above 0. 100 in the paper's code.
+
+    Returns:
+        Shape ``(N, T)``, without gradient.
+
+    Raises:
+        ValueError: if the shapes differ, or the cap is not above 0.
+    """
+    _check_shapes(policy_logprobs, behavior_logprobs)
+    if not ratio_cap > 0:
+        raise ValueError(
+            f"ratio_cap is {ratio_cap}; it bounds a ratio, so it must be above 0 (100 is usual)"
+        )
+    return torch.maximum(behavior_logprobs, policy_logprobs - math.log(ratio_cap))
+
+
+def ewma_decay(stale_versions: float) -> float:
+    """The decay that puts the average s/2 versions behind: ``beta = s / (s + 2)``.
+
+    In the steady state the center of mass is ``beta / (1 - beta)`` behind. Revised PPO-EWMA
+    (arXiv:2605.12070), from a reading note.
+
+    Args:
+        stale_versions: s, the largest lag that is expected, in versions; >= 0.
+
+    Raises:
+        ValueError: if it is negative or not finite.
+
+    >>> ewma_decay(8)
+    0.8
+    """
+    if not 0 <= stale_versions < math.inf:
+        raise ValueError(
+            f"stale_versions is {stale_versions}; it is the largest lag that is expected, so it "
+            "must be a finite number of versions, at least 0"
+        )
+    return stale_versions / (stale_versions + 2)
+
+
+@torch.no_grad()
+def proximal_statistics(
+    policy_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    keep: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Active tokens and total ratio, as sums over the trained tokens.
+
+    Add the sums over micro-batches and ranks, and take the maximum of ``total_ratio_max``; then
+    divide by ``tokens``: ``active_sum / tokens`` is the active-token fraction.
+
+    Active is what the correction keeps and the clip does not cut off: the ratio pi/prox is not
+    above ``1 + clip_high`` with A > 0, not below ``1 - clip_low`` with A < 0, and not beyond the
+    clamp of `losses.log_ratio`. The dual clip is not looked at. A token with A = 0 is active.
+
+    Args:
+        policy_logprobs: log pi; shape ``(N, T)``.
+        proximal_logprobs: log prox; shape ``(N, T)``.
+        behavior_logprobs: log mu; shape ``(N, T)``.
+        advantages: A; shape ``(N, T)``.
+        mask: boolean; shape ``(N, T)``.
+        clip_low: as in `losses.dapo_head`.
+        clip_high: as in `losses.dapo_head`.
+        keep: what the correction keeps, boolean; shape ``(N, T)``. None: everything.
+
+    Returns:
+        Scalars in float64: ``tokens``, ``active_sum``, ``total_ratio_sum``, ``total_ratio_max`` (0
+        without tokens), and the sums of absolute log-ratios ``total_log_ratio_abs_sum`` of pi/mu
+        and ``behavior_log_ratio_abs_sum`` of prox/mu.
+
+    Raises:
+        ValueError: if the shapes differ or a mask is not boolean.
+    """
+    keep = mask if keep is None else keep
+    given = (policy_logprobs, proximal_logprobs, behavior_logprobs, advantages, mask, keep)
+    _check_shapes(*given)
+    if mask.dtype != torch.bool or keep.dtype != torch.bool:
+        raise ValueError(
+            f"mask has dtype {mask.dtype} and keep {keep.dtype}; both must be torch.bool"
+        )
+    policy, proximal, behavior, advantage, kept = (values[mask] for values in (*given[:4], keep))
+    # compared in the head's own precision, so that both agree on what is clipped
+    ratio = log_ratio(policy, proximal).exp()
+    cut_off = ((advantage < 0) & (ratio < 1 - clip_low)) | (
+        (advantage > 0) & (ratio > 1 + clip_high)
+    )
+    moving = (policy - proximal).abs() <= LOG_RATIO_LIMIT
+    total = log_ratio(policy, behavior).double()
+    return {
+        "tokens": mask.sum().double(),
+        "active_sum": (kept & moving & ~cut_off).sum().double(),
+        "total_ratio_sum": total.exp().sum(),
+        "total_ratio_max": total.exp().max() if len(total) else total.new_zeros(()),
+        "total_log_ratio_abs_sum": total.abs().sum(),
+        "behavior_log_ratio_abs_sum": log_ratio(proximal, behavior).double().abs().sum(),
+    }
+
+
+def _check_shapes(*tensors: Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"the tensors have shapes {shapes}; all must be (N, T), nothing is broadcast"
+        )
