@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from pace_lightning.rollout.vllm_requests import score
 from pace_lightning.rollout.vllm_weights import ServingDirectory
 
 T = TypeVar("T")
+
+_HEALTH_CHECK_SECONDS = 1.0
 
 
 class Connection:
@@ -93,16 +96,23 @@ class Connection:
         Raises:
             EngineError: if it does not answer, or not as it should.
         """
+        task = asyncio.ensure_future(work)
+        deadline = time.monotonic() + self._answer_timeout_seconds
         try:
-            async with asyncio.timeout(self._answer_timeout_seconds):
-                return await work
-        except TimeoutError:
-            raise EngineError(
-                f"vLLM did not answer within {self._answer_timeout_seconds} s: {what} "
-                "(engine.publish_timeout_seconds)"
-            ) from None
+            while not task.done():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EngineError(
+                        f"vLLM did not answer within {self._answer_timeout_seconds} s: {what} "
+                        "(engine.publish_timeout_seconds)"
+                    )
+                await asyncio.wait([task], timeout=min(left, _HEALTH_CHECK_SECONDS))
+                self._check_process()  # a dead one never answers
+            return task.result()
         except Exception as error:
             raise self.failure(error, what, alive=EngineError) from error
+        finally:
+            task.cancel()
 
     def failure(
         self, error: Exception, what: str, *, alive: type[Exception] = RequestError
@@ -122,7 +132,10 @@ class Connection:
             raise self.fatal
         if self.llm is None:
             raise EngineError("vLLM is not started, or closed")
-        if self.llm.errored:
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self.llm is not None and self.llm.errored:
             codes = [] if self._process is None else self._process.exit_codes()
             raise EngineError(f"the vLLM engine process died (exit codes {codes})")
 

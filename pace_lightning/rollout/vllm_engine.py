@@ -245,8 +245,11 @@ class VLLMEngine:
             try:
                 await self._pause()
                 yield
-            finally:
-                await self._resume()
+            except BaseException:
+                with contextlib.suppress(EngineError):  # the first error says more
+                    await self._resume()
+                raise
+            await self._resume()
 
     async def load_weights(self, weights: Mapping[str, Tensor], *, version: PolicyVersion) -> None:
         """See `RolloutEngine.load_weights`."""

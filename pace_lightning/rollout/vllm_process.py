@@ -55,16 +55,21 @@ class Launch:
 
 
 def make_front(path: str, config: Any, launch: Launch) -> Any:
-    """Start vLLM, and wait until its engine process is ready; returns an `AsyncLLM`.
+    """Start vLLM, and wait until its engine process is ready; returns an `AsyncLLM`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(path, config, launch)))
+
+
+def engine_arguments(path: str, config: Any, launch: Launch) -> dict[str, Any]:
+    """Settings in vLLM's own words.
 
     Args:
         path: directory with the model.
         config: its configuration.
         launch: all the rest.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     arguments: dict[str, Any] = {
         "model": path,
         "skip_tokenizer_init": True,
@@ -88,7 +93,7 @@ def make_front(path: str, config: Any, launch: Launch) -> Any:
     else:
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, launch)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return arguments
 
 
 def _cache_bytes(config: Any, launch: Launch) -> int:
