@@ -89,7 +89,7 @@ def through_worker(
     engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[list[int]]
 ) -> float:
     """Tokens per second, from the start of dispatch to the last group."""
-    left = [Prompt(uid=str(i), token_ids=tuple(p)) for i, p in enumerate(prompts)][::-1]
+    left = [Prompt(uid=str(i), token_ids=tuple(p), content="") for i, p in enumerate(prompts)][::-1]
 
     def lease() -> Prompt:
         if not left:

@@ -56,6 +56,7 @@ class Launch:
 
 def make_front(path: str, config: Any, launch: Launch) -> Any:
     """Start vLLM, and wait until its engine process is ready; returns an `AsyncLLM`."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says while it is imported
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -82,6 +83,7 @@ def engine_arguments(path: str, config: Any, launch: Launch) -> dict[str, Any]:
         "enable_prefix_caching": launch.share_prefixes,
         "enforce_eager": not launch.devices,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "seed": launch.seed,
     }
     if launch.devices:
