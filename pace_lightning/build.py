@@ -24,6 +24,7 @@ from pace_lightning.build_tasks import (
     shape_reward,
     warm_started,
 )
+from pace_lightning.build_vllm import uses_vllm, vllm_engine
 from pace_lightning.config import Config, ConfigError, KVCache, Mode
 from pace_lightning.config_explain import (
     dispatch_ahead,
@@ -37,7 +38,7 @@ from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.heads import HEADS
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
 from pace_lightning.core.trajectory import PolicyVersion, Prompt
-from pace_lightning.rollout.engine import Sampling
+from pace_lightning.rollout.engine import RolloutEngine, Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
@@ -310,7 +311,7 @@ def _max_lag0_gap(config: Config) -> float | None:
     return max(MAX_LAG0_GAP[_engine_dtype(config)], MAX_LAG0_GAP[_trainer_dtype(config)])
 
 
-def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> LocalEngine:
+def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> RolloutEngine:
     dtype = _engine_dtype(config)
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + new_tokens
@@ -322,6 +323,15 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Lo
         )
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
+    if uses_vllm(config):
+        return vllm_engine(
+            config,
+            policy,
+            dtype=dtype,
+            stop_token_ids=sorted(stop_ids),
+            max_sequence_tokens=longest,
+            num_threads=num_threads,
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LocalEngine(
         copy_for_engine(policy, dtype).to(device),

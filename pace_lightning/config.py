@@ -147,6 +147,14 @@ class EngineConfig:
     """What generates."""
 
     kind: str = "local"
+    """``vllm``, ``local`` (transformers), or ``auto``: vLLM if it is installed."""
+    devices: list[int] | None = None
+    """GPUs of vLLM, tensor parallel. None: those the trainer leaves, or all if it leaves none."""
+    transfer: str = "auto"
+    """How weights reach vLLM: ``file`` (shared memory), ``ipc`` or ``nccl`` (GPUs).
+
+    ``auto``: ``file`` on CPU; on GPUs ``ipc`` where trainer and engine share one, else ``nccl``.
+    """
     dtype: str = "auto"
     """``auto``: bfloat16 if the trainer runs in bf16, else float32."""
     kv_cache: KVCache = KVCache.RECOMPUTE

@@ -21,7 +21,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "admission.policy": ("all", "max_lag", "pace"),
     "data.overlong_prompts": ("refuse", "skip"),
     "engine.dtype": ("auto", "float32", "bfloat16"),
-    "engine.kind": ("local",),
+    "engine.kind": ("auto", "vllm", "local"),
+    "engine.transfer": ("auto", "file", "ipc", "nccl"),
     "logging.level": ("debug", "info", "warning", "error"),
     "loss.advantage": GROUP_BASELINES,
     "loss.aggregation": (
@@ -285,6 +286,21 @@ def _engine(config: Config) -> Iterator[str]:
             f"engine.max_batch_tokens is {engine.max_batch_tokens}, but {engine.max_running} "
             "running sequences (engine.max_running) decode one token each, which leaves none for "
             f"a new prompt; use at least {1 + engine.max_running}"
+        )
+    if engine.kind == "local" and engine.devices is not None:
+        yield "engine.devices is set, but engine.kind local generates on the trainer's device"
+    if engine.devices is not None and (
+        not engine.devices
+        or len(set(engine.devices)) < len(engine.devices)
+        or min(engine.devices) < 0
+    ):
+        yield f"engine.devices is {list(engine.devices)}; give distinct GPU numbers, e.g. [1]"
+    rescores = config.admission.policy == "pace" and config.pace.ranking == "effective"
+    if engine.kind == "vllm" and rescores and config.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature is {config.rollout.temperature}, but vLLM re-scores prefixes for "
+            "pace.ranking effective at temperature 1 only; use 1, another ranking, or engine.kind "
+            "local"
         )
 
 

@@ -6,6 +6,7 @@ step, G responses per group, r the ratio of the policy to its anchor, A the adva
 
 from __future__ import annotations
 
+import importlib.util
 from datetime import datetime
 from pathlib import Path
 
@@ -55,6 +56,24 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
     trainer = config.trainer.num_threads or trainer
     engine = config.trainer.engine_threads or engine
     return trainer, engine, cores
+
+
+def choose_engine(config: Config, *, vllm_installed: bool) -> tuple[str, str]:
+    """The engine of a run, ``vllm`` or ``local``, and why."""
+    kind = config.engine.kind
+    if kind != "auto":
+        return kind, "engine.kind"
+    rescores = config.admission.policy == "pace" and config.pace.ranking == "effective"
+    if not vllm_installed:
+        return "local", "engine.kind auto: vLLM is not installed"
+    if rescores and config.rollout.temperature != 1:
+        return "local", "engine.kind auto: vLLM re-scores prefixes at temperature 1 only"
+    return "vllm", "engine.kind auto: vLLM is installed"
+
+
+def is_vllm_installed() -> bool:
+    """Whether vLLM can be imported; looks, and does not."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def shares_prompts(config: Config) -> bool:
@@ -113,6 +132,7 @@ def explain(config: Config, *, cores: int | None) -> str:
         ("objective", _objective(config)),
         ("optimizer steps", _steps(config)),
         ("evaluation", _evaluation(config)),
+        ("engine", _engine(config)),
         ("threads", _threads(config, cores)),
     ]
     width = max(len(label) for label, _ in rows)
@@ -212,6 +232,14 @@ def _evaluation(config: Config) -> str:
     return f"{work}, {evaluation_rounds(config)} times"
 
 
+def _engine(config: Config) -> str:
+    """What generates, why, and where."""
+    kind, why = choose_engine(config, vllm_installed=is_vllm_installed())
+    name = "vLLM" if kind == "vllm" else "transformers' continuous batching"
+    where = "" if config.engine.devices is None else f" on GPUs {list(config.engine.devices)}"
+    return f"{name}{where} ({why}), {config.engine.dtype} arithmetic"
+
+
 def _threads(config: Config, cores: int | None) -> str:
     """How the cores are shared."""
     if cores is None:
@@ -222,6 +250,9 @@ def _threads(config: Config, cores: int | None) -> str:
             f"trainer {trainer}, engine {engine}; the engine gets all cores while the trainer waits"
         )
     trainer, engine, alone = thread_layout(config, cores)
+    if choose_engine(config, vllm_installed=is_vllm_installed())[0] == "vllm":
+        whole = "" if config.trainer.num_threads else f", {alone} while the engine is idle"
+        return f"trainer {trainer}{whole}; engine {engine}, bound to a core each, if it has no GPU"
     takeover = f"engine {engine}, {alone} while the trainer waits"
     if config.trainer.num_threads is not None:
         return f"trainer {trainer}, {takeover}"

@@ -326,6 +326,12 @@ class ScriptedEngine:
             request.versions.append(version)
         self.notify()
 
+    async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Nothing to prepare."""
+
+    async def verify_weights(self) -> None:
+        """They were copied."""
+
     async def rescore_prefixes(self) -> None:
         """Its log-probs do not depend on weights: nothing has drifted."""
 

@@ -391,7 +391,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["loss.objective=dapoo"], "loss.objective is 'dapoo'; did you mean 'dapo'?"),
         (["loss.advantage=gae"], "choose from: grpo, dr_grpo, rloo"),
         (["loss.aggregation=token_mean"], "did you mean 'token-mean'?"),
-        (["engine.kind=vllm"], "engine.kind is 'vllm'; choose from: local"),
+        (["engine.kind=vlm"], "engine.kind is 'vlm'; did you mean 'vllm'?"),
         (["engine.dtype=bf16"], "engine.dtype is 'bf16'; did you mean 'bfloat16'?"),
         (["trainer.precision=bf16"], "choose from: 32-true, bf16-mixed"),
         (["admission.policy=maxlag"], "did you mean 'max_lag'?"),

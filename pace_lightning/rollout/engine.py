@@ -89,6 +89,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Do what a publication of these weights can do while tokens still flow.
+
+        Raises:
+            EngineError: if names or shapes differ from the engine's own.
+        """
+        ...
+
     def paused(self) -> AbstractAsyncContextManager[None]:
         """No token flows inside the context.
 
@@ -105,6 +113,16 @@ class RolloutEngine(Protocol):
 
         Raises:
             EngineError: if names or shapes differ from the engine's own; then nothing was loaded.
+        """
+        ...
+
+    async def verify_weights(self) -> None:
+        """See that the weights arrived that were loaded; call it while still paused.
+
+        No response that these weights sampled is returned before they are verified.
+
+        Raises:
+            EngineError: if they did not.
         """
         ...
 

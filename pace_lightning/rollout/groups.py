@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, Trajectory, TrajectoryGroup
@@ -57,6 +60,8 @@ class PublishReport:
     seconds: float
     pause_seconds: float
     """How long no token flowed."""
+    verify_seconds: float = 0.0
+    """The part of it that went into seeing that the weights arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,29 @@ def temporary_threads(engine: RolloutEngine, num_threads: int | None) -> Iterato
         yield
     finally:
         engine.num_threads = before
+
+
+async def publish(
+    engine: RolloutEngine, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
+) -> PublishReport:
+    """Replace the engine's weights: prepare, pause, load, verify, re-score, resume."""
+    start = time.monotonic()
+    await engine.prepare_weights(weights)
+    async with engine.paused():
+        paused = time.monotonic()
+        await engine.load_weights(weights, version=version)
+        loaded = time.monotonic()
+        await engine.verify_weights()
+        verified = time.monotonic()
+        if rescore:
+            await engine.rescore_prefixes()
+        done = time.monotonic()
+    return PublishReport(
+        version,
+        seconds=time.monotonic() - start,
+        pause_seconds=done - paused,
+        verify_seconds=verified - loaded,
+    )
 
 
 async def evaluate(

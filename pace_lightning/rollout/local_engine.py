@@ -201,6 +201,10 @@ class LocalEngine:
         completions = (response.completion for response in request.responses)
         return [completion for completion in completions if completion is not None]
 
+    async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine.prepare_weights`. They are copied from where they are."""
+        compare_manifest(self._parameters, weights)
+
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """See `RolloutEngine.paused`. Waits for the engine's present step to end."""
@@ -235,6 +239,9 @@ class LocalEngine:
                 if not request.finished.done():
                     self._withdraw(request)
                     self._submit(request)
+
+    async def verify_weights(self) -> None:
+        """See `RolloutEngine.verify_weights`. Each tensor was compared when it was copied."""
 
     async def rescore_prefixes(self) -> None:
         """See `RolloutEngine.rescore_prefixes`.

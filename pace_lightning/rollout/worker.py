@@ -31,6 +31,7 @@ from pace_lightning.rollout.groups import (
     build_group,
     evaluate,
     nothing_to_learn,
+    publish,
     temporary_threads,
     too_many_failures,
 )
@@ -360,24 +361,19 @@ class RolloutWorker(LoopThread):
     async def _publish(
         self, weights: Mapping[str, Tensor], version: PolicyVersion
     ) -> PublishReport:
-        start = time.monotonic()
         # From here on the trainer is at the new version, but nothing may be dispatched to the old
         # weights.
         self._version = version
         self._dispatch_open = False
         try:
-            async with self._engine.paused():
-                paused = time.monotonic()
-                await self._engine.load_weights(weights, version=version)
-                if self._prefix_forgetting is not None:
-                    await self._engine.rescore_prefixes()
-                done = time.monotonic()
+            rescore = self._prefix_forgetting is not None
+            report = await publish(self._engine, weights, version, rescore=rescore)
         finally:
             self._dispatch_open = True
             self.wake()
         if self._in_rounds:
             await self._dispatch_groups()  # before anything else can ask the engine for something
-        return PublishReport(version, seconds=time.monotonic() - start, pause_seconds=done - paused)
+        return report
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling

