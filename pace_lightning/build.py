@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from pace_lightning.build_objective import policy_module
 from pace_lightning.build_tasks import (
     judge,
     prompts_of,
@@ -35,7 +36,6 @@ from pace_lightning.config_explain import (
 )
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
-from pace_lightning.core.heads import HEADS
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
 from pace_lightning.core.trajectory import PolicyVersion, Prompt
 from pace_lightning.rollout.engine import RolloutEngine, Sampling
@@ -119,7 +119,7 @@ def build(
         num_workers=config.reward.num_workers,
         timeout_seconds=config.reward.timeout_seconds,
     )
-    module = _module(config, policy)
+    module = policy_module(config, policy)
     datamodule = RolloutDataModule(
         engine=engine,
         prompts=PromptStream(train_rows, seed=config.seed, epochs=config.data.epochs),
@@ -166,6 +166,7 @@ def build(
     weight_sync = WeightSync(
         datamodule,
         every_steps=config.sync.every_steps,
+        lag_versions=config.sync.lag_versions,
         publishing=lambda: time_ledger.span("publish"),
     )
     staleness = StalenessMonitor()
@@ -263,38 +264,6 @@ def _trainer(
     )
 
 
-def _module(config: Config, policy: Any) -> PolicyModule:
-    loss = config.loss
-    reference = None
-    if loss.kl_coef:
-        reference = copy_for_engine(policy, torch.float32)
-    head = functools.partial(
-        HEADS[loss.objective].function,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-    )
-    return PolicyModule(
-        policy,
-        head=head,
-        aggregation=loss.aggregation,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        temperature=config.rollout.temperature,
-        learning_rate=config.optim.learning_rate,
-        weight_decay=config.optim.weight_decay,
-        betas=(config.optim.betas[0], config.optim.betas[1]),
-        warmup_steps=config.optim.warmup_steps,
-        max_grad_norm=config.optim.max_grad_norm,
-        reference=reference,
-        kl_coef=loss.kl_coef,
-        max_response_tokens=config.rollout.max_new_tokens,
-        chunk_tokens=config.model.logprob_chunk_tokens,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        share_prompts=shares_prompts(config),
-    )
-
-
 def _engine_dtype(config: Config) -> torch.dtype:
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return named.get(config.engine.dtype, _trainer_dtype(config))
@@ -351,7 +320,8 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Ro
 
 def _admission(config: Config) -> AdmissionPolicy:
     if config.mode == Mode.SYNC:
-        return MaxLag(0)  # an assertion: the stream refuses a draw that rejected anything
+        # an assertion: the stream refuses a draw that rejected anything
+        return MaxLag(config.sync.lag_versions)
     if config.admission.policy == "max_lag":
         assert config.admission.max_lag is not None
         return MaxLag(config.admission.max_lag)

@@ -36,12 +36,6 @@ class KVCache(StrEnum):
     KEEP = "keep"
 
 
-class Anchor(StrEnum):
-    """The denominator of the importance ratio."""
-
-    BEHAVIOR = "behavior"
-
-
 @dataclass
 class WarmStartConfig:
     """A short supervised run before RL, for models that cannot do the task at all yet.
@@ -249,20 +243,37 @@ class LossConfig:
     """The objective."""
 
     objective: str = "dapo"
-    """``dapo``: clip-higher; ``grpo``: equal bounds."""
+    """The trust-region head, by its name in docs/methods.md: ``dapo``, ``grpo``, ``m2po`` ..."""
+    objective_settings: dict[str, Any] = field(default_factory=dict)
+    """Of the head, by name; what is not set has the default of the head's source."""
+    clip_low: float | None = None
+    """The ratio is clipped below 1 - ``clip_low``. None: the head's default."""
+    clip_high: float | None = None
+    """The ratio is clipped above 1 + ``clip_high``. None: the head's default."""
+    dual_clip: float | None = None
+    """Above 1: cap of the ratio for negative advantages. None: the head's default."""
     advantage: str = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``."""
+    """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``opob`` (VCPO), ``reinforce_plus_plus`` or
+    ``reinforce_plus_plus_baseline``."""
+    advantage_settings: dict[str, Any] = field(default_factory=dict)
+    """Of ``opob``, by name."""
     std_ddof: int = 1
     """0 or 1: the group's standard deviation divides by G or by G - 1."""
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - ``clip_low``."""
-    clip_high: float = 0.28
-    """The ratio is clipped above 1 + ``clip_high``."""
-    dual_clip: float | None = None
-    """Above 1: cap of the ratio for negative advantages. None: no cap."""
+    proximal: str = "none"
+    """What the ratio is taken to.
+
+    ``none``: the behavior policy; else where the proximal policy comes from: ``recompute``,
+    ``loglinear``, ``linear`` or ``ewma``.
+    """
+    proximal_settings: dict[str, Any] = field(default_factory=dict)
+    corrections: list[Any] = field(default_factory=list)
+    """Off-policy corrections, each a name and its settings: ``[{name: tis, cap: 2.0}]``."""
+    normalize_weights: bool = False
+    """Divide the corrections' weights by their mean over the step."""
+    mask_denominator: str = "original"
+    """Counts every trained token (``original``), or those that no correction rejects (``kept``)."""
     aggregation: str = "token-mean"
     """``token-mean``: the mean over all response tokens of the step."""
-    anchor: Anchor = Anchor.BEHAVIOR
     kl_coef: float = 0.0
     """Weight of the k3 KL penalty to the initial weights; 0: no reference model is kept."""
     mask_truncated: bool = False
@@ -280,6 +291,17 @@ class OptimConfig:
     """Steps of linear warm-up; the rate is constant afterwards."""
     max_grad_norm: float = 1.0
     """0: no clipping."""
+    ess_scaling: str = "none"
+    """VCPO: the step's rate times the share of the effective sample size of its responses.
+
+    ``sqrt`` of that share (Adam), or the share itself, ``linear`` (SGD).
+    """
+    ess_base: float = 1.0
+    """Share at and above which the rate is not reduced."""
+    ess_ratio_cap: float | None = None
+    """Cap of a response's ratio in the effective sample size. None: no cap."""
+    stale_budget: float | None = None
+    """Bound on learning rate times mean lag of a step, in versions. None: no limit."""
 
 
 @dataclass
@@ -288,6 +310,12 @@ class SyncConfig:
 
     every_steps: int = 1
     """Optimizer steps from one publication to the next."""
+    lag_versions: int = 0
+    """In mode sync: generate with the weights of exactly so many versions before.
+
+    For experiments on data of a known age; the first steps use the initial weights. Keeps one copy
+    of the weights per version.
+    """
 
 
 @dataclass

@@ -14,8 +14,11 @@ from typing import Any
 from pace_lightning.config import Config, ConfigError, Mode
 from pace_lightning.config_explain import outstanding_limit, pace_window
 from pace_lightning.config_load import nearest, show
-
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo")
+from pace_lightning.config_methods import method_problems, needs_group, probe_problems
+from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES
+from pace_lightning.core.losses import AGGREGATIONS
+from pace_lightning.core.objective import DENOMINATORS
+from pace_lightning.core.step_size import RULES as ESS_RULES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "admission.policy": ("all", "max_lag", "pace"),
@@ -24,14 +27,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.kind": ("auto", "vllm", "local"),
     "engine.transfer": ("auto", "file", "ipc", "nccl"),
     "logging.level": ("debug", "info", "warning", "error"),
-    "loss.advantage": GROUP_BASELINES,
-    "loss.aggregation": (
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-    ),
-    "loss.objective": ("dapo", "grpo"),
+    "loss.advantage": DRAW_ADVANTAGES,
+    "loss.aggregation": AGGREGATIONS,
+    "loss.mask_denominator": DENOMINATORS,
+    "optim.ess_scaling": ("none", *ESS_RULES),
     "pace.excess": ("occupancy", "target"),
     "pace.forgetting": ("absolute", "drop", "signed"),
     "pace.forgetting_aggregate": ("last", "max", "token_weighted"),
@@ -89,8 +88,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss.dual_clip": (lambda x: x > 1, "above 1"),
     "loss.kl_coef": (lambda x: x >= 0, "at least 0"),
     "loss.std_ddof": (lambda x: x in (0, 1), "0 or 1"),
+    "optim.ess_base": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "optim.ess_ratio_cap": (lambda x: x > 0, "above 0"),
     "optim.learning_rate": (lambda x: x > 0, "above 0"),
     "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
+    "optim.stale_budget": (lambda x: x > 0, "above 0"),
     "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
     "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
     "pace.gamma": (lambda x: x >= 0, "at least 0"),
@@ -108,6 +110,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "rollout.timeout_seconds": (lambda x: x > 0, "above 0"),
     "seed": (lambda x: 0 <= x < 2**32, "in [0, 2**32 - 1]"),
+    "sync.lag_versions": (lambda x: x >= 0, "at least 0"),
     "trainer.checkpoint_every_steps": (lambda x: x >= 0, "at least 0"),
     "trainer.draw_timeout_seconds": (lambda x: x > 0, "above 0"),
 }
@@ -121,6 +124,7 @@ def check(config: Config) -> None:
         ConfigError: naming every problem found, one per line.
     """
     problems = [problem for rule in RULES for problem in rule(config)]
+    problems = problems or list(probe_problems(config))
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "".join(f"\n  - {problem}" for problem in problems)
@@ -167,7 +171,7 @@ def _batch(config: Config) -> Iterator[str]:
             f"trainer.micro_batches is {trainer.micro_batches}, but a step has only "
             f"{trainer.groups_per_step} groups x {rollout.group_size} = {responses} responses"
         )
-    if rollout.group_size == 1 and config.loss.advantage in GROUP_BASELINES:
+    if rollout.group_size == 1 and needs_group(config):
         yield (
             f"rollout.group_size is 1, but loss.advantage {config.loss.advantage} compares the "
             "responses of a group: every advantage would be 0; use at least 2"
@@ -185,6 +189,11 @@ def _dispatch(config: Config) -> Iterator[str]:
         yield (
             f"rollout.max_outstanding_groups is {slots}: a step needs {needed} groups, but at most "
             f"{slots} may be outstanding: no step could ever start"
+        )
+    if config.mode != Mode.SYNC and config.sync.lag_versions:
+        yield (
+            f"sync.lag_versions is {config.sync.lag_versions}, but data has one exact age only if "
+            "nothing is generated ahead; set mode: sync, or bound the lag with rollout.eta"
         )
     if config.mode == Mode.SYNC:
         if config.rollout.eta not in (None, 0):
@@ -217,8 +226,11 @@ def _admission(config: Config) -> Iterator[str]:
             f"(sync.every_steps), so they are up to {every - 1} versions old when they are used"
         )
     if config.mode == Mode.SYNC:
-        if max_lag > 0:
-            yield f"admission.max_lag is {max_lag}, but mode sync has no lag; use 0 or remove it"
+        if max_lag != config.sync.lag_versions:
+            yield (
+                f"admission.max_lag is {max_lag}, but in mode sync the lag is sync.lag_versions "
+                f"{config.sync.lag_versions}; remove it"
+            )
     elif eta is None:
         yield (
             f"admission.max_lag is {max_lag}, but rollout.eta is not set: without a bound on "
@@ -259,13 +271,8 @@ def _pace(config: Config) -> Iterator[str]:
         )
 
 
-def _loss(config: Config) -> Iterator[str]:
-    loss, limit = config.loss, config.rollout.max_new_tokens
-    if loss.objective == "grpo" and loss.clip_low != loss.clip_high:
-        yield (
-            f"loss.objective grpo has equal bounds, but loss.clip_low is {loss.clip_low} and "
-            f"loss.clip_high is {loss.clip_high}; set them equal, or use dapo"
-        )
+def _reward(config: Config) -> Iterator[str]:
+    limit = config.rollout.max_new_tokens
     if config.reward.overlong_penalty_tokens > limit:
         yield (
             f"reward.overlong_penalty_tokens is {config.reward.overlong_penalty_tokens}, longer "
@@ -356,7 +363,8 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _dispatch,
     _admission,
     _pace,
-    _loss,
+    _reward,
+    method_problems,
     _engine,
     _model,
     _data,

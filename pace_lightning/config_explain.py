@@ -10,16 +10,13 @@ import importlib.util
 from datetime import datetime
 from pathlib import Path
 
-from pace_lightning.config import Anchor, Config, Mode
+from pace_lightning.config import Config, Mode
+from pace_lightning.config_formula import (
+    advantage_text,
+    anchor_text,
+    objective_text,
+)
 from pace_lightning.config_load import to_yaml
-
-ADVANTAGES = {
-    "grpo": "(reward - mean of the group) / standard deviation of the group (ddof {ddof})",
-    "dr_grpo": "reward - mean of the group",
-    "rloo": "reward - mean of the other responses of the group",
-}
-
-ANCHORS = {Anchor.BEHAVIOR: "mu, the behavior policy: the log-prob each token was sampled with"}
 
 
 def dispatch_ahead(config: Config) -> int | None:
@@ -127,9 +124,9 @@ def explain(config: Config, *, cores: int | None) -> str:
         ("dispatch", _dispatch(config)),
         ("expected lag", _lag(config)),
         ("weights", _publication(config)),
-        ("ratio r", f"policy / {ANCHORS[Anchor(config.loss.anchor)]}"),
-        ("advantage A", ADVANTAGES[config.loss.advantage].format(ddof=config.loss.std_ddof)),
-        ("objective", _objective(config)),
+        ("ratio r", anchor_text(config)),
+        ("advantage A", advantage_text(config)),
+        ("objective", objective_text(config)),
         ("optimizer steps", _steps(config)),
         ("evaluation", _evaluation(config)),
         ("engine", _engine(config)),
@@ -154,7 +151,10 @@ def _dispatch(config: Config) -> str:
 def _lag(config: Config) -> str:
     """The lag to expect from the dispatch rule, and what admission does about it."""
     eta = dispatch_ahead(config)
-    if config.mode == Mode.SYNC:
+    if config.mode == Mode.SYNC and config.sync.lag_versions:
+        lag = config.sync.lag_versions
+        text = f"exactly {lag} versions, fewer in the first {lag} steps: older weights generate"
+    elif config.mode == Mode.SYNC:
         text = "0 versions: every step trains on what its own weights generated"
     elif eta is not None:
         text = f"at most about {eta} versions; a rollout that lasts longer than that exceeds it"
@@ -183,20 +183,9 @@ def _lag(config: Config) -> str:
 def _publication(config: Config) -> str:
     """How often the engine gets new weights."""
     every = config.sync.every_steps
+    if config.sync.lag_versions:
+        return f"published after every step, {config.sync.lag_versions} versions late"
     return "published after every step" if every == 1 else f"published every {every} steps"
-
-
-def _objective(config: Config) -> str:
-    """The objective as one line."""
-    loss = config.loss
-    low, high = 1 - loss.clip_low, 1 + loss.clip_high
-    term = f"min(r A, clip(r, {low:g}, {high:g}) A)"
-    if loss.dual_clip is not None:
-        term = f"[{term}, where A < 0 at least {loss.dual_clip:g} A]"
-    if loss.kl_coef > 0:
-        term += f" - {loss.kl_coef:g} k3(policy, initial weights)"
-    text = f"{loss.objective}: maximize {loss.aggregation} of {term}"
-    return text + ("; truncated responses carry no loss" if loss.mask_truncated else "")
 
 
 def _steps(config: Config) -> str:

@@ -80,7 +80,7 @@ def test_a_number_in_scientific_notation_without_a_point_is_a_float(folder):
         ("trainr: {steps: 3}", "unknown key trainr: did you mean 'trainer'?"),
         ("learning_rate: 3", "unknown key learning_rate: did you mean 'optim.learning_rate'?"),
         ("loss: {eta: 3}", "unknown key loss.eta: did you mean 'rollout.eta'?"),
-        ("loss: {zzz: 3}", "unknown key loss.zzz: choose from: objective, advantage,"),
+        ("loss: {zzz: 3}", "unknown key loss.zzz: choose from: objective, objective_settings,"),
         ("pace: {gama: 1}", "unknown key pace.gama: did you mean 'gamma'?"),
         ("1: 2", "unknown key 1: choose from"),
         ("data: {sources: [{sizze: 1}]}", "unknown key data.sources[0].sizze: did you mean 'size'"),
@@ -325,8 +325,8 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["rollout.group_size=1", "loss.advantage=rloo"], "loss.advantage rloo compares"),
         (["trainer.micro_batches=65"], "only 8 groups x 8 = 64 responses"),
         (
-            ["loss.objective=grpo"],
-            "equal bounds, but loss.clip_low is 0.2 and loss.clip_high is 0.28",
+            ["loss.objective=grpo", "loss.clip_high=0.28"],
+            "loss: grpo has one clip bound, but clip_low is 0.2 and clip_high 0.28; make them",
         ),
         (["reward.overlong_penalty_tokens=257"], "(rollout.max_new_tokens 256)"),
         (["engine.cache_tokens=767"], "512 prompt + 256 response = 768 tokens"),
@@ -375,7 +375,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["mode=sync", "sync.every_steps=2"], "sync.every_steps is 2, but mode sync publishes"),
         (
             ["mode=sync", "admission.policy=max_lag", "admission.max_lag=1"],
-            "admission.max_lag is 1, but mode sync has no lag",
+            "admission.max_lag is 1, but in mode sync the lag is sync.lag_versions 0; remove it",
         ),
         # data
         (

@@ -10,9 +10,11 @@ import torch
 from torch.func import functional_call
 
 from pace_lightning.core.batch import collate
-from pace_lightning.core.heads import dapo_head
+from pace_lightning.core.heads import HEADS, dapo_head
+from pace_lightning.core.importance_weights import Correction
 from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
-from pace_lightning.core.losses import log_ratio
+from pace_lightning.core.losses import log_ratio, ratio_statistics
+from pace_lightning.core.objective import Objective, Terms, objective_statistics
 from pace_lightning.core.proximal import (
     capped_behavior_logprobs,
     ewma_decay,
@@ -21,7 +23,6 @@ from pace_lightning.core.proximal import (
     log_linear_logprobs,
     own_version_logprobs,
     policy_weight,
-    proximal_statistics,
 )
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -296,6 +297,25 @@ def test_the_average_shares_no_memory_with_the_weights_and_keeps_small_steps():
 # --- statistics ---------------------------------------------------------------------------------
 
 
+def statistics_of(policy, proximal, behavior, advantages, mask, *, clip_low, clip_high, keep=None):
+    """What is logged of a micro-batch under the clip of DAPO."""
+    correction = None
+    if keep is not None:
+        correction = Correction(weight=torch.ones_like(behavior), keep=keep & mask)
+    terms = Terms(proximal, advantages, mask, correction, {}, num_tokens=1, num_sequences=1)
+    objective = Objective(HEADS["dapo"], {"clip_low": clip_low, "clip_high": clip_high})
+    found = objective_statistics(objective, policy, behavior, terms)
+    total = ratio_statistics(policy, behavior, mask)
+    return {
+        "tokens": total["tokens"],
+        "active_sum": found["active_sum"],
+        "total_ratio_sum": total["ratio_sum"],
+        "total_ratio_max": total["ratio_max"],
+        "total_log_ratio_abs_sum": total["log_ratio_abs_sum"],
+        "behavior_log_ratio_abs_sum": found["behavior_log_ratio_abs_sum"],
+    }
+
+
 def test_statistics_have_their_numbers():
     # rho = 1.5 (A 1: clipped), 1.5 (A -1), .5 (A 1), .5 (A -1: clipped), 1, masked
     policy = logs(0.6, 0.6, 0.2, 0.2, 0.3, 0.9)
@@ -304,7 +324,7 @@ def test_statistics_have_their_numbers():
     advantages = torch.tensor([[1, -1, 1, -1, 0, 1]]).double()
     mask = torch.tensor([[True] * 5 + [False]])
     settings = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
-    got = proximal_statistics(policy, proximal, behavior, advantages, mask, **settings)
+    got = statistics_of(policy, proximal, behavior, advantages, mask, **settings)
     assert got["tokens"] == 5
     assert got["active_sum"] == 3
     # pi/mu = 2, 2, 2, .5, .5
@@ -315,7 +335,7 @@ def test_statistics_have_their_numbers():
     gap = 2 * math.log(4 / 3) + math.log(4) + math.log(2)
     assert got["behavior_log_ratio_abs_sum"].item() == pytest.approx(gap)
     keep = torch.tensor([[True, False, True, True, True, True]])
-    kept = proximal_statistics(policy, proximal, behavior, advantages, mask, keep=keep, **settings)
+    kept = statistics_of(policy, proximal, behavior, advantages, mask, keep=keep, **settings)
     assert kept["active_sum"] == 2
 
 
@@ -324,15 +344,13 @@ def test_statistics_equal_the_reference_and_the_gradient_of_the_head():
     rng = np.random.default_rng(4)
     mask, keep = rng.random(policy.shape) < 0.7, rng.random(policy.shape) < 0.8
     tensors = [torch.tensor(x) for x in (policy, proximal, behavior, advantages, mask)]
-    got = proximal_statistics(
-        *tensors, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, keep=torch.tensor(keep)
-    )
+    got = statistics_of(*tensors, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, keep=torch.tensor(keep))
     expected = reference.statistics(
         policy, proximal, behavior, advantages, mask, keep, CLIP_LOW, CLIP_HIGH
     )
     assert {name: value.item() for name, value in got.items()} == pytest.approx(expected)
     _, gradients = decoupled(*tensors[:4], clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    everything = proximal_statistics(*tensors, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    everything = statistics_of(*tensors, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
     assert everything["active_sum"] == (gradients[tensors[4]] != 0).sum()
 
 
@@ -343,16 +361,16 @@ def test_statistics_ignore_padding_to_the_last_bit_and_add_up():
     mask = torch.rand(policy.shape, generator=torch.Generator().manual_seed(0)) < 0.6
     parts = (policy, proximal, behavior, advantages, mask)
     settings = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
-    whole = proximal_statistics(*parts, **settings)
+    whole = statistics_of(*parts, **settings)
 
     def padded(tensor):
         wide = torch.full((7, 30), 0 if tensor.dtype == torch.bool else math.nan).to(tensor.dtype)
         wide[:5, :17] = tensor
         return wide
 
-    assert proximal_statistics(*map(padded, parts), **settings) == whole
+    assert statistics_of(*map(padded, parts), **settings) == whole
     one, two = (
-        proximal_statistics(*(part[rows] for part in parts), **settings)
+        statistics_of(*(part[rows] for part in parts), **settings)
         for rows in (slice(0, 2), slice(2, 5))
     )
     for name, value in whole.items():
@@ -366,7 +384,7 @@ def test_extreme_log_ratios_are_inactive_and_leave_gradients_finite():
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
     versions = torch.full((1, 4), 5)
-    got = proximal_statistics(policy, other, other, advantages, mask, clip_low=0.2, clip_high=0.2)
+    got = statistics_of(policy, other, other, advantages, mask, clip_low=0.2, clip_high=0.2)
     assert got["active_sum"] == 0
     assert all(math.isfinite(value) for value in got.values())
     for proximal in (
@@ -383,19 +401,14 @@ def test_extreme_log_ratios_are_inactive_and_leave_gradients_finite():
 def test_nothing_is_broadcast():
     a, b = torch.zeros(2, 3), torch.zeros(1, 3)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    bounds = {"clip_low": 0.2, "clip_high": 0.2}
     for call in (
         lambda: log_linear_logprobs(a, b, torch.zeros(2, 3), version=1),
         lambda: linear_logprobs(a, a, torch.zeros(1, 3), version=1),
         lambda: capped_behavior_logprobs(a, b),
         lambda: own_version_logprobs(a, b, torch.zeros(2, 3), mask, version=1),
-        lambda: proximal_statistics(a, a, a, b, mask, **bounds),
-        lambda: proximal_statistics(a, a, a, a, mask, keep=mask[:1], **bounds),
     ):
         with pytest.raises(ValueError, match="nothing is broadcast"):
             call()
-    with pytest.raises(ValueError, match=r"both must be torch\.bool"):
-        proximal_statistics(a, a, a, a, mask, keep=a, **bounds)
 
 
 # --- a real model -------------------------------------------------------------------------------

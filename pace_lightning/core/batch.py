@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pace_lightning.core.advantages import group_advantages
+from pace_lightning.core.draw_advantages import draw_advantages
 from pace_lightning.core.trajectory import TrajectoryGroup
 
 ZERO_WEIGHT_TOKENS = 2
@@ -46,6 +46,8 @@ class TrainBatch:
         "advantages",
         "attention_mask",
         "behavior_logprobs",
+        "followers",
+        "group_ids",
         "input_ids",
         "loss_mask",
         "micro_batch_index",
@@ -54,6 +56,7 @@ class TrainBatch:
         "num_tokens_global",
         "prompt_lengths",
         "report",
+        "rewards",
         "token_versions",
         "version",
     )
@@ -68,6 +71,8 @@ class TrainBatch:
         advantages: Tensor,
         token_versions: Tensor,
         prompt_lengths: Tensor,
+        rewards: Tensor,
+        group_ids: Tensor,
         version: int,
         num_tokens_global: int,
         num_sequences_global: int,
@@ -85,6 +90,8 @@ class TrainBatch:
             advantages: float32, 0 where nothing was sampled; shape ``(N, T)``.
             token_versions: ``v_t`` in int32, -1 where nothing was sampled; shape ``(N, T)``.
             prompt_lengths: int64, tokens of each row's prompt; shape ``(N,)``.
+            rewards: float32; shape ``(N,)``.
+            group_ids: int64, the row's group within the draw, -1 for a zero-weight row; ``(N,)``.
             version: ``j``, the policy version that this batch trains.
             num_tokens_global: trained tokens of the whole draw.
             num_sequences_global: rows of the whole draw with at least one trained token.
@@ -99,12 +106,16 @@ class TrainBatch:
         self.advantages = advantages
         self.token_versions = token_versions
         self.prompt_lengths = prompt_lengths
+        self.rewards = rewards
+        self.group_ids = group_ids
         self.version = version
         self.num_tokens_global = num_tokens_global
         self.num_sequences_global = num_sequences_global
         self.micro_batch_index = micro_batch_index
         self.num_micro_batches = num_micro_batches
         self.report = report
+        self.followers: tuple[TrainBatch, ...] = ()
+        """On the first micro-batch the others of the draw: for statistics of all of it."""
 
     @property
     def is_last(self) -> bool:
@@ -150,10 +161,10 @@ def collate(
         version: ``j``, the policy version that the draw trains.
         num_micro_batches: how many to make, over all ranks; >= 1.
         pad_token_id: fills the padding; never attended to, except in zero-weight rows.
-        advantage: method of `group_advantages`, applied to the rewards of each group.
+        advantage: method of `draw_advantages`, applied to the rewards of the draw.
         std_ddof: as there.
         mask_truncated: if True, truncated responses carry no loss (overlong filtering). They still
-            count in the baseline of their group.
+            count in the baseline of their group, unless it is weighted by trained tokens.
         keep_groups: if True, rows are sorted group by group, so that the responses to one prompt
             share a micro-batch where that is possible, and the prompt needs to be computed once.
         report: handed on with each micro-batch.
@@ -170,9 +181,7 @@ def collate(
     rows = [
         row
         for index, group in enumerate(groups)
-        for row in _rows_of(
-            group, index, advantage, std_ddof=std_ddof, mask_truncated=mask_truncated
-        )
+        for row in _rows_of(group, index, mask_truncated=mask_truncated)
     ]
     trained = [row for row in rows if row.trained]
     num_tokens_global = sum(len(row.response) for row in trained)
@@ -182,6 +191,7 @@ def collate(
             f"tokens (mask_truncated is {mask_truncated}); draw again, allow longer responses, or "
             "turn mask_truncated off"
         )
+    _set_advantages(rows, len(groups), advantage, std_ddof)
     newest = max(max(row.versions) for row in rows)
     if newest > version:
         raise ValueError(
@@ -200,7 +210,7 @@ def collate(
     else:
         rows.sort(key=lambda row: -row.num_tokens)
         parts = balanced_split([row.num_tokens for row in rows], num_micro_batches)
-    return [
+    batches = [
         TrainBatch(
             **_pad(rows[part.start : part.stop], pad_token_id),
             version=version,
@@ -212,6 +222,8 @@ def collate(
         )
         for index, part in enumerate(parts)
     ]
+    batches[0].followers = tuple(batches[1:])
+    return batches
 
 
 def balanced_split(lengths: Sequence[int], num_parts: int) -> list[range]:
@@ -278,7 +290,7 @@ def padding_share(batches: Sequence[TrainBatch]) -> float:
     return 1 - num_tokens / num_positions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """One response with its prompt, before padding."""
 
@@ -286,10 +298,11 @@ class _Row:
     response: Sequence[int]
     versions: Sequence[int]
     logprobs: Sequence[float]
-    advantage: float
+    reward: float
     trained: bool
     group: int
     """Position of the group in the draw; -1 for a zero-weight row."""
+    advantage: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -300,37 +313,44 @@ class _Row:
         return longest[self.group] if self.group >= 0 else self.num_tokens
 
 
-def _rows_of(
-    group: TrajectoryGroup, index: int, advantage: str, *, std_ddof: int, mask_truncated: bool
-) -> list[_Row]:
+def _rows_of(group: TrajectoryGroup, index: int, *, mask_truncated: bool) -> list[_Row]:
     """One row per trajectory of the group, in order."""
     if not group.prompt.token_ids:
         raise ValueError(
             f"prompt {group.prompt.uid!r} has 0 tokens; nothing predicts the first response token, "
             "so a prompt needs at least one (a begin-of-sequence token will do)"
         )
-    rewards = torch.tensor(
-        [trajectory.reward for trajectory in group.trajectories], dtype=torch.float64
-    )
-    advantages = group_advantages(rewards, method=advantage, std_ddof=std_ddof).tolist()
     return [
         _Row(
             prompt=group.prompt.token_ids,
             response=trajectory.token_ids,
             versions=trajectory.token_versions,
             logprobs=trajectory.behavior_logprobs,
-            advantage=value,
+            reward=trajectory.reward,
             trained=not (mask_truncated and trajectory.truncated),
             group=index,
         )
-        for trajectory, value in zip(group.trajectories, advantages, strict=True)
+        for trajectory in group.trajectories
     ]
+
+
+def _set_advantages(rows: Sequence[_Row], num_groups: int, method: str, std_ddof: int) -> None:
+    groups = [[row for row in rows if row.group == index] for index in range(num_groups)]
+    advantages = draw_advantages(
+        [[row.reward for row in group] for group in groups],
+        [[len(row.response) * row.trained for row in group] for group in groups],
+        method=method,
+        std_ddof=std_ddof,
+    )
+    for group, values in zip(groups, advantages, strict=True):
+        for row, value in zip(group, values, strict=True):
+            row.advantage = value
 
 
 def _zero_weight_row(pad_token_id: int) -> _Row:
     """A row that is attended to, so that no softmax is empty, and trains nothing."""
     return _Row(
-        (pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), advantage=0.0, trained=False, group=-1
+        (pad_token_id,) * ZERO_WEIGHT_TOKENS, (), (), (), reward=0.0, trained=False, group=-1
     )
 
 
@@ -373,4 +393,6 @@ def _pad(rows: Sequence[_Row], pad_token_id: int) -> dict[str, Tensor]:
         "advantages": advantages,
         "token_versions": token_versions,
         "prompt_lengths": prompt_lengths,
+        "rewards": torch.tensor([row.reward for row in rows]),
+        "group_ids": torch.tensor([row.group for row in rows]),
     }

@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pace_lightning.core.importance_weights import check_like, row_sums
+from pace_lightning.core.importance_weights import check_like, row_totals
 from pace_lightning.core.losses import LOG_RATIO_LIMIT, blank
 
 WEIGHTINGS = ("paper", "repo")
@@ -200,7 +200,7 @@ def score_square_norm_proxy(
     check_like(policy_logprobs, mask, "policy log-probs")
     check_like(sum_square_probs, mask, "sums of squared probabilities")
     squares = 1 - 2 * policy_logprobs.double().exp() + sum_square_probs.double()
-    return row_sums(squares.clamp(min=0), mask)
+    return row_totals(squares.clamp(min=0), mask)
 
 
 @torch.no_grad()

@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pace_lightning.core import importance_weights, sequence_corrections
+from pace_lightning.core import heads_batch, importance_weights, sequence_corrections
 from pace_lightning.core.importance_weights import Correction
 
 TENSORS = ("advantages", "group_ids")
 """What a method may take beyond the log-probs and the mask: A of (N, T), group numbers of (N,)."""
 
-STATISTICS = ("group_log_scale", "group_log_expectation")
-"""What a method may be given from a pass over the whole mini-batch; each of shape (N,)."""
+STATISTICS = ("group_log_scale", "group_log_expectation", "square_limit")
+"""What a method may be given from a pass over the whole mini-batch: (N,), the last a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,18 @@ class Method:
     role: Literal["mask", "weight", "objective"]
     """What it may be combined with; see the module's header."""
 
+    formula: str = ""
+    """In the symbols of `config`: x, X, g the ratio to mu of a token, of a response and its
+    geometric mean, {ratio} that of the setting ``level``; settings in braces."""
+
     def takes(self, name: str) -> bool:
         """Whether the function has an argument of this name."""
         return name in inspect.signature(self.function).parameters
+
+    @property
+    def needs_prepass(self) -> bool:
+        """Whether it has a statistic of the whole mini-batch, unless that is one micro-batch."""
+        return any(self.takes(name) for name in STATISTICS)
 
     def settings(self) -> dict[str, Any]:
         """The settings a user may write, with their defaults."""
@@ -59,20 +68,101 @@ class Method:
         }
 
 
+@torch.no_grad()
+def m2po(
+    numerator_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    advantages: Tensor,
+    budget: float = 0.04,
+    candidates: str = "all",
+    square_limit: Tensor | None = None,
+) -> Correction:
+    """M2PO's mask as AReaL has it, beside a behavior weight and any head (arXiv:2510.01161).
+
+    Args:
+        numerator_logprobs: log prox; shape ``(N, T)``.
+        behavior_logprobs: log mu; shape ``(N, T)``.
+        mask: boolean; shape ``(N, T)``.
+        advantages: A; shape ``(N, T)``. Only its sign matters, and only if ``outward``.
+        budget: as in `heads_batch.m2po_mask_statistics`.
+        candidates: likewise.
+        square_limit: result of that function for the whole mini-batch; None takes these rows as
+            all of it.
+
+    Returns:
+        Which tokens stay.
+
+    Raises:
+        ValueError: if a setting is out of range, or the shapes differ.
+    """
+    importance_weights.check_logprobs(numerator_logprobs, behavior_logprobs, mask)
+    importance_weights.check_like(advantages, mask, "advantages")
+    if square_limit is None:
+        selected = (x[mask] for x in (numerator_logprobs, behavior_logprobs, advantages))
+        square_limit = heads_batch.m2po_mask_statistics(
+            *selected, budget=budget, candidates=candidates
+        )["square_limit"]
+    keep = heads_batch.m2po_keep(
+        numerator_logprobs,
+        behavior_logprobs,
+        advantages,
+        mask,
+        candidates=candidates,
+        square_limit=square_limit,
+    )
+    return importance_weights.corrected(torch.ones_like(behavior_logprobs), keep, mask)
+
+
 METHODS: dict[str, Method] = {
-    "tis": Method(importance_weights.tis, "proximal", "weight"),
-    "mis": Method(importance_weights.mis, "proximal", "weight"),
-    "icepop": Method(importance_weights.mis, "proximal", "weight"),
-    "rs": Method(importance_weights.rs, "proximal", "mask"),
-    "seq_mask_tis": Method(importance_weights.seq_mask_tis, "proximal", "weight"),
-    "k2_rs": Method(importance_weights.k2_rs, "proximal", "mask"),
-    "k3_rs": Method(importance_weights.k3_rs, "proximal", "mask"),
-    "opsm": Method(importance_weights.opsm, "policy", "mask"),
-    "gmc_grpo": Method(sequence_corrections.gmc_grpo, "policy", "objective"),
-    "tic_grpo": Method(sequence_corrections.tic_grpo, "policy", "objective"),
-    "topr": Method(sequence_corrections.topr, "policy", "objective"),
-    "vespo": Method(sequence_corrections.vespo, "policy", "objective"),
-    "gepo": Method(sequence_corrections.gepo, "policy", "objective"),
+    "tis": Method(importance_weights.tis, "proximal", "weight", "min({ratio}, {cap})"),
+    "mis": Method(
+        importance_weights.mis, "proximal", "weight", "{ratio} where {lower} <= {ratio} <= {upper}"
+    ),
+    "icepop": Method(
+        importance_weights.mis, "proximal", "weight", "{ratio} where {lower} <= {ratio} <= {upper}"
+    ),
+    "rs": Method(
+        importance_weights.rs, "proximal", "mask", "1 where {lower} <= {ratio} <= {upper}"
+    ),
+    "seq_mask_tis": Method(
+        importance_weights.seq_mask_tis, "proximal", "weight", "x where {lower} <= g <= {upper}"
+    ),
+    "k2_rs": Method(
+        importance_weights.k2_rs, "proximal", "mask", "1 where ({level}) (log x)^2 / 2 <= {upper}"
+    ),
+    "k3_rs": Method(
+        importance_weights.k3_rs, "proximal", "mask", "1 where ({level}) x - log x - 1 <= {upper}"
+    ),
+    "m2po": Method(
+        m2po, "proximal", "mask", "1 without the largest (log x)^2: mean below {budget}"
+    ),
+    "opsm": Method(
+        importance_weights.opsm, "policy", "mask", "1 where A >= 0 or mean of -log x <= {delta}"
+    ),
+    "gmc_grpo": Method(
+        sequence_corrections.gmc_grpo,
+        "policy",
+        "objective",
+        "X min(1, C / sum of X in the group), C = (1 + {eps}) x {mass}",
+    ),
+    "tic_grpo": Method(
+        sequence_corrections.tic_grpo, "policy", "objective", "min(X, 1 + {eps}) ({above_cap})"
+    ),
+    "topr": Method(
+        sequence_corrections.topr, "policy", "objective", "1 where A >= 0, min({ratio}, 1) else"
+    ),
+    "vespo": Method(
+        sequence_corrections.vespo,
+        "policy",
+        "objective",
+        "X^k exp(l (1 - X)), k = {k_positive}, l = {lambda_positive} where A >= 0, else "
+        "{k_negative}, {lambda_negative}",
+    ),
+    "gepo": Method(
+        sequence_corrections.gepo, "policy", "objective", "pi / (expectation of mu in the group)"
+    ),
 }
 """The field's name to the method; ``mis`` and ``icepop`` are two names of one."""
 
@@ -155,7 +245,7 @@ def weight_sum(correction: Correction, mask: Tensor) -> Tensor:
     Returns:
         A scalar in float64.
     """
-    return importance_weights.row_sums(correction.weight, mask).sum()
+    return importance_weights.row_totals(correction.weight, mask).sum()
 
 
 def normalize(correction: Correction, mask: Tensor, *, mean_weight: float) -> Correction:

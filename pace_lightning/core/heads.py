@@ -251,6 +251,9 @@ class Head:
     """What there is to know about a head without reading it."""
 
     function: Callable[..., Tensor]
+    formula: str = ""
+    """What is maximized for each token, in the symbols of `config`: r the ratio to the anchor, A
+    the advantage; settings in braces, and {low}, {high} for the bounds of the ratio."""
     canonical_aggregation: str = "token-mean"
     """The aggregation of the source; see `losses.aggregate`."""
     statistics: Callable[..., dict[str, Tensor]] | None = None
@@ -259,6 +262,8 @@ class Head:
     """Whether the trust region is one of sequences: then so are the batch statistics."""
     has_bounds: bool = False
     """Whether it clips to ``[1 - clip_low, 1 + clip_high]``: what SAT can wrap."""
+    behavior_anchor: bool = False
+    """Whether the source measures the distance from the behavior policy itself."""
 
     @property
     def needs_prepass(self) -> bool:
@@ -314,29 +319,74 @@ def statistics_inputs(
     return policy.to(dtype), anchor.to(dtype), selected.to(dtype)
 
 
+CLIP = "min(r A, clip(r, {low}, {high}) A)"
+SEQUENCE_CLIP = "min(s A, clip(s, {low}, {high}) A) with s the geometric mean of r in the response"
+SAT = ", bounds contracted ({kernel}) where |log r| is above its {quantile} quantile of the step"
+
 HEADS: dict[str, Head] = {
-    "grpo": Head(grpo_head, "seq-mean-token-mean", has_bounds=True),
-    "dapo": Head(dapo_head, has_bounds=True),
-    "gspo": Head(gspo_head, "seq-mean-token-mean", sequence_level=True, has_bounds=True),
-    "reinforce": Head(heads_score.reinforce_head),
-    "cispo": Head(heads_score.cispo_head),
-    "dppo_tv": Head(heads_score.dppo_tv_head),
-    "dppo_kl": Head(heads_score.dppo_kl_head),
-    "sao": Head(heads_score.sao_head),
-    "sapo": Head(sapo_head, "seq-mean-token-mean"),
-    "aspo": Head(aspo_head),
-    "m2po": Head(heads_batch.m2po_head, statistics=heads_batch.m2po_statistics),
-    "m2po_mask": Head(heads_batch.m2po_mask_head, statistics=heads_batch.m2po_mask_statistics),
-    "sat_grpo": Head(
-        heads_sat.sat_grpo_head, "seq-mean-token-mean", statistics=heads_sat.sat_statistics
+    "grpo": Head(grpo_head, CLIP, "seq-mean-token-mean", has_bounds=True),
+    "dapo": Head(dapo_head, CLIP, has_bounds=True),
+    "gspo": Head(
+        gspo_head, SEQUENCE_CLIP, "seq-mean-token-mean", sequence_level=True, has_bounds=True
     ),
-    "sat_dapo": Head(heads_sat.sat_dapo_head, statistics=heads_sat.sat_statistics),
+    "reinforce": Head(heads_score.reinforce_head, "A log pi"),
+    "cispo": Head(heads_score.cispo_head, "sg[clip(r, {ratio_low}, {ratio_cap})] A log pi"),
+    "dppo_tv": Head(
+        heads_score.dppo_tv_head,
+        "sg[min(r, {ratio_cap})] A log pi, rejected where pi - anchor is above {limit_high} with "
+        "A > 0, or below -{limit_low}",
+    ),
+    "dppo_kl": Head(
+        heads_score.dppo_kl_head,
+        "sg[min(r, {ratio_cap})] A log pi, rejected where the binary KL from the anchor is above "
+        "{limit_high} and rising with A > 0, or above {limit_low} and falling",
+    ),
+    "sao": Head(
+        heads_score.sao_head, "sg[r] A log pi where {low} < r < {high}", behavior_anchor=True
+    ),
+    "sapo": Head(
+        sapo_head,
+        "A (4 / t) sigmoid(t (r - 1)) with t = {tau_positive} where A > 0, else {tau_negative}",
+        "seq-mean-token-mean",
+    ),
+    "aspo": Head(aspo_head, CLIP + " where A < 0, A / r where A > 0 and r <= {high}"),
+    "m2po": Head(
+        heads_batch.m2po_head,
+        "min(r A, clip(r, a, b) A), a and b from the mean of (log r)^2 over the step (budget "
+        "{budget}, at least 1 - {min_clip_low} and 1 + {min_clip_high})",
+        statistics=heads_batch.m2po_statistics,
+    ),
+    "m2po_mask": Head(
+        heads_batch.m2po_mask_head,
+        "r A without the tokens of the largest (log r)^2, so that its mean is below {budget}",
+        statistics=heads_batch.m2po_mask_statistics,
+    ),
+    "sat_grpo": Head(
+        heads_sat.sat_grpo_head,
+        CLIP + SAT,
+        "seq-mean-token-mean",
+        statistics=heads_sat.sat_statistics,
+        behavior_anchor=True,
+    ),
+    "sat_dapo": Head(
+        heads_sat.sat_dapo_head,
+        CLIP + SAT,
+        statistics=heads_sat.sat_statistics,
+        behavior_anchor=True,
+    ),
     "sat_gspo": Head(
         heads_sat.sat_gspo_head,
+        SEQUENCE_CLIP + SAT.replace("|log r|", "|log s|"),
         "seq-mean-token-mean",
         statistics=heads_sat.sat_statistics,
         sequence_level=True,
+        behavior_anchor=True,
     ),
-    "bapo": Head(heads_batch.bapo_head, statistics=heads_batch.bapo_statistics),
+    "bapo": Head(
+        heads_batch.bapo_head,
+        "min(r A, clip(r, a, b) A), a and b searched until the {measure} of positive advantages is "
+        "at least {target}",
+        statistics=heads_batch.bapo_statistics,
+    ),
 }
 """Objective name to its head."""

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pace_lightning.core.losses import LOG_RATIO_LIMIT, blank, log_ratio
+from pace_lightning.core.losses import LOG_RATIO_LIMIT, blank, log_ratio, row_sums
 
 LEVELS = ("token", "sequence", "geometric")
 """Which ratio a method looks at: x, X or g."""
@@ -274,7 +274,7 @@ def opsm(
 
 
 @torch.no_grad()
-def sequence_log_ratio(
+def trajectory_log_ratio(
     numerator_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> Tensor:
     """``log X`` of each row, clamped to +-20; 0 for a row without a trained token.
@@ -291,7 +291,7 @@ def sequence_log_ratio(
         ValueError: if the shapes differ.
     """
     d = token_log_ratio(numerator_logprobs, behavior_logprobs, mask)
-    return row_sums(d, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return row_totals(d, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def token_log_ratio(numerator_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -300,19 +300,15 @@ def token_log_ratio(numerator_logprobs: Tensor, behavior_logprobs: Tensor, mask:
     return log_ratio(numerator_logprobs, behavior_logprobs)
 
 
-def row_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the trained tokens of each row, in float64; ``(N, T)`` to ``(N,)``.
-
-    Tokens are selected before they are summed, so padding cannot change a sum by a bit.
-    """
-    counts: list[int] = mask.sum(dim=1).tolist()
-    selected = values.masked_select(mask).double()
-    return torch.stack([row.sum() for row in torch.split(selected, counts)])
+def row_totals(values: Tensor, mask: Tensor) -> Tensor:
+    """The sums of `losses.row_sums`, in float64; ``(N, T)`` to ``(N,)``."""
+    return row_sums(values, mask)[0]
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the trained tokens of each row, in float64, 0 without any; to ``(N,)``."""
-    return row_sums(values, mask) / mask.sum(dim=1).clamp(min=1)
+    sums, counts = row_sums(values, mask)
+    return sums / counts.clamp(min=1)
 
 
 def corrected(weight: Tensor, keep: Tensor, mask: Tensor) -> Correction:
@@ -331,7 +327,7 @@ def _ratio_at(
     d = token_log_ratio(numerator_logprobs, behavior_logprobs, mask)
     if level == "token":
         return d.exp()
-    rows = row_sums(d, mask) if level == "sequence" else row_means(d, mask)
+    rows = row_totals(d, mask) if level == "sequence" else row_means(d, mask)
     ratio = rows.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(d.dtype)
     return ratio[:, None].expand_as(d)
 
@@ -358,7 +354,7 @@ def _reject_estimates(estimates: Tensor, mask: Tensor, level: str, upper: float)
     elif level == "seq-max":  # an estimate is >= 0, so the 0 of a masked one is never the largest
         drop = (blank(estimates, mask).amax(dim=1) > upper)[:, None]
     else:
-        reduce = row_sums if level == "seq-sum" else row_means
+        reduce = row_totals if level == "seq-sum" else row_means
         drop = (reduce(estimates, mask) > upper)[:, None]
     return corrected(torch.ones_like(estimates), ~drop.expand_as(mask), mask)
 

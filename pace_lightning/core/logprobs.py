@@ -7,12 +7,26 @@ causal LM: ``base_model``, ``get_output_embeddings()``, and a key-value cache fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+Statistic = Callable[[Tensor], Tensor]
+"""From the log-probs of whole distributions, shape ``(M, V)``, to one number each, ``(M,)``."""
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """Entropy in nats; shape ``(M, V)`` to ``(M,)``."""
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def sum_square_probs(logprobs: Tensor) -> Tensor:
+    """The sum of pi(a)**2 over the vocabulary; shape ``(M, V)`` to ``(M,)``."""
+    return (2 * logprobs).exp().sum(-1)
 
 
 def token_logprobs(
@@ -23,8 +37,9 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    statistic: Statistic = entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the tokens under the loss mask, and the entropy of their distributions.
+    """Log-probs of the tokens under the loss mask, and a statistic of their distributions.
 
     Only positions that predict such a token reach the vocabulary, ``chunk_tokens`` at a time; each
     chunk is recomputed in the backward pass, so that memory grows with ``chunk_tokens x V`` and not
@@ -37,10 +52,11 @@ def token_logprobs(
         loss_mask: shape ``(N, T)``, True where the token is trained on; never True at position 0.
         temperature: of the sampling whose log-probs these are compared with.
         chunk_tokens: tokens per chunk.
+        statistic: of the distributions that the tokens were drawn from.
 
     Returns:
-        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the entropies in nats,
-        same shape, detached.
+        Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the statistics, same
+        shape, detached.
 
     Raises:
         ValueError: if the mask covers position 0, which nothing predicts.
@@ -52,7 +68,7 @@ def token_logprobs(
     ]
     predicting = loss_mask[:, 1:]
     selected = hidden[:, :-1][predicting]  # (M, H), row by row
-    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens)
+    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic)
 
 
 def shared_prompt_logprobs(
@@ -64,6 +80,7 @@ def shared_prompt_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    statistic: Statistic = entropy,
 ) -> tuple[Tensor, Tensor]:
     """The same as `token_logprobs`, with each distinct prompt computed once.
 
@@ -80,6 +97,7 @@ def shared_prompt_logprobs(
         prompt_lengths: shape ``(N,)``, tokens of each row's prompt, at least 1.
         temperature: as there.
         chunk_tokens: as there.
+        statistic: as there.
 
     Returns:
         As there, equal up to float rounding.
@@ -123,7 +141,8 @@ def shared_prompt_logprobs(
         )[0]
         predicting = torch.cat([predicting, hidden], dim=1)  # (N, R, H)
     trained = loss_mask.gather(1, gather) & (response_positions < width)
-    return _scatter(model, predicting[trained], input_ids, loss_mask, temperature, chunk_tokens)
+    selected = predicting[trained]
+    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic)
 
 
 def _scatter(
@@ -133,8 +152,9 @@ def _scatter(
     loss_mask: Tensor,
     temperature: float,
     chunk_tokens: int,
+    statistic: Statistic,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at the masked positions.
+    """Log-probs and statistics at the masked positions.
 
     Computed from the hidden states ``(M, H)`` that predict them.
     """
@@ -144,25 +164,26 @@ def _scatter(
         zip(torch.split(selected, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
     )
     if len(chunks) == 1:  # fits as a whole: nothing to recompute
-        parts = [_chunk(head, *chunks[0], temperature)]
+        parts = [_chunk(head, *chunks[0], temperature, statistic)]
     else:
         parts = [
-            checkpoint(_chunk, head, h, t, temperature, use_reentrant=False) for h, t in chunks
+            checkpoint(_chunk, head, h, t, temperature, statistic, use_reentrant=False)
+            for h, t in chunks
         ]
     logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32, device=selected.device)
-    entropies = torch.zeros_like(logprobs)
+    statistics = torch.zeros_like(logprobs)
     if parts:
         logprobs = logprobs.masked_scatter(loss_mask, torch.cat([p[0] for p in parts]))
-        entropies = entropies.masked_scatter(loss_mask, torch.cat([p[1] for p in parts]))
-    return logprobs, entropies
+        statistics = statistics.masked_scatter(loss_mask, torch.cat([p[1] for p in parts]))
+    return logprobs, statistics
 
 
 def _chunk(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, statistic: Statistic
 ) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature
     everything = F.log_softmax(logits, dim=-1)
     chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
     with torch.no_grad():
-        entropy = -(everything.exp() * everything).sum(-1)
-    return chosen, entropy
+        value = statistic(everything)
+    return chosen, value

@@ -240,55 +240,34 @@ def aggregate(
 
 
 @torch.no_grad()
-def clip_statistics(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+def ratio_statistics(
+    policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """What the ratio did, as sums over the trained tokens.
+    """What the total ratio pi / mu did, as sums over the trained tokens.
 
     Add the sums over micro-batches and ranks, and take the maximum of ``ratio_max``; then divide:
-    ``ratio_sum / tokens`` is the mean ratio, ``clipped_low_sum / tokens`` a clip fraction, and
-    ``weight_sum ** 2 / weight_square_sum`` the effective sample size, in tokens.
-
-    Clipped means that the clip is active *and* removes the gradient: A > 0 above the upper bound,
-    A < 0 below the lower one. The dual clip is not counted.
+    ``ratio_sum / tokens`` is the mean ratio, and ``weight_sum ** 2 / weight_square_sum`` the
+    effective sample size, in tokens.
 
     Args:
         policy_logprobs: shape ``(N, T)``.
-        anchor_logprobs: shape ``(N, T)``.
-        advantages: shape ``(N, T)``.
+        behavior_logprobs: shape ``(N, T)``.
         mask: boolean; shape ``(N, T)``.
-        clip_low: as in `heads.dapo_head`.
-        clip_high: as in `heads.dapo_head`.
 
     Returns:
         Scalars in float64, without gradient: ``tokens``, ``ratio_sum``, ``ratio_max`` (0 without
-        tokens), ``log_ratio_abs_sum``, ``clipped_low_sum``, ``clipped_high_sum``, and
-        ``weight_sum`` and ``weight_square_sum``, where a token's weight is its ratio.
+        tokens), ``log_ratio_abs_sum``, and ``weight_sum`` and ``weight_square_sum``, where a
+        token's weight is its ratio.
     """
     _check_mask(policy_logprobs, mask)
-    _check_shapes(policy_logprobs, advantages, "advantages")
-    selected_log_ratio = log_ratio(policy_logprobs, anchor_logprobs)[mask]
-    # compared in the head's own precision, so that both agree on what is clipped
-    selected_ratio = selected_log_ratio.exp()
-    selected_advantages = advantages[mask]
-    clipped_low = (selected_advantages < 0) & (selected_ratio < 1 - clip_low)
-    clipped_high = (selected_advantages > 0) & (selected_ratio > 1 + clip_high)
-    ratio = selected_ratio.double()
-    ratio_sum = ratio.sum()
+    selected = log_ratio(policy_logprobs, behavior_logprobs)[mask]
+    ratio = selected.exp().double()
     return {
         "tokens": mask.sum().double(),
-        "ratio_sum": ratio_sum,
+        "ratio_sum": ratio.sum(),
         "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
-        "log_ratio_abs_sum": selected_log_ratio.double().abs().sum(),
-        "clipped_low_sum": clipped_low.sum().double(),
-        "clipped_high_sum": clipped_high.sum().double(),
-        "weight_sum": ratio_sum.clone(),
+        "log_ratio_abs_sum": selected.double().abs().sum(),
+        "weight_sum": ratio.sum(),
         "weight_square_sum": ratio.square().sum(),
     }
 

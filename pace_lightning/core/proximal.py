@@ -22,7 +22,7 @@ bounds the second one.
 
 Interpolations between mu and pi know nothing that these two do not: a bound on pi/prox is one on
 pi/mu in other words. With `log_linear_logprobs`, ``pi/prox <= 1 + eps`` says ``pi/mu <=
-(1 + eps)^d``. So log the total ratio too (`proximal_statistics`).
+(1 + eps)^d``. So the total ratio is logged too (`losses.ratio_statistics`).
 
 Masked positions may hold anything, NaN included; so may the results there.
 """
@@ -35,7 +35,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pace_lightning.core.losses import LOG_RATIO_LIMIT, log_ratio
 from pace_lightning.core.trajectory import PolicyVersion
 
 
@@ -253,70 +252,6 @@ def ewma_decay(stale_versions: float) -> float:
             "must be a finite number of versions, at least 0"
         )
     return stale_versions / (stale_versions + 2)
-
-
-@torch.no_grad()
-def proximal_statistics(
-    policy_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    keep: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Active tokens and total ratio, as sums over the trained tokens.
-
-    Add the sums over micro-batches and ranks, and take the maximum of ``total_ratio_max``; then
-    divide by ``tokens``: ``active_sum / tokens`` is the active-token fraction.
-
-    Active is what the correction keeps and the clip does not cut off: the ratio pi/prox is not
-    above ``1 + clip_high`` with A > 0, not below ``1 - clip_low`` with A < 0, and not beyond the
-    clamp of `losses.log_ratio`. The dual clip is not looked at. A token with A = 0 is active.
-
-    Args:
-        policy_logprobs: log pi; shape ``(N, T)``.
-        proximal_logprobs: log prox; shape ``(N, T)``.
-        behavior_logprobs: log mu; shape ``(N, T)``.
-        advantages: A; shape ``(N, T)``.
-        mask: boolean; shape ``(N, T)``.
-        clip_low: as in `losses.dapo_head`.
-        clip_high: as in `losses.dapo_head`.
-        keep: what the correction keeps, boolean; shape ``(N, T)``. None: everything.
-
-    Returns:
-        Scalars in float64: ``tokens``, ``active_sum``, ``total_ratio_sum``, ``total_ratio_max`` (0
-        without tokens), and the sums of absolute log-ratios ``total_log_ratio_abs_sum`` of pi/mu
-        and ``behavior_log_ratio_abs_sum`` of prox/mu.
-
-    Raises:
-        ValueError: if the shapes differ or a mask is not boolean.
-    """
-    keep = mask if keep is None else keep
-    given = (policy_logprobs, proximal_logprobs, behavior_logprobs, advantages, mask, keep)
-    _check_shapes(*given)
-    if mask.dtype != torch.bool or keep.dtype != torch.bool:
-        raise ValueError(
-            f"mask has dtype {mask.dtype} and keep {keep.dtype}; both must be torch.bool"
-        )
-    policy, proximal, behavior, advantage, kept = (values[mask] for values in (*given[:4], keep))
-    # compared in the head's own precision, so that both agree on what is clipped
-    ratio = log_ratio(policy, proximal).exp()
-    cut_off = ((advantage < 0) & (ratio < 1 - clip_low)) | (
-        (advantage > 0) & (ratio > 1 + clip_high)
-    )
-    moving = (policy - proximal).abs() <= LOG_RATIO_LIMIT
-    total = log_ratio(policy, behavior).double()
-    return {
-        "tokens": mask.sum().double(),
-        "active_sum": (kept & moving & ~cut_off).sum().double(),
-        "total_ratio_sum": total.exp().sum(),
-        "total_ratio_max": total.exp().max() if len(total) else total.new_zeros(()),
-        "total_log_ratio_abs_sum": total.abs().sum(),
-        "behavior_log_ratio_abs_sum": log_ratio(proximal, behavior).double().abs().sum(),
-    }
 
 
 def _check_shapes(*tensors: Tensor) -> None:

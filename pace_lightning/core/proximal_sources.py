@@ -73,7 +73,7 @@ class ProximalSource(Protocol):
             version: of the new weights.
             parameters: by name; read before the call returns, never kept.
             active_share: active-token fraction of the step, over the whole draw and all ranks (see
-                `proximal_statistics`); None: unknown.
+                `objective.active_tokens`); None: unknown.
         """
         ...
 

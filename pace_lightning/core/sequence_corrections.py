@@ -41,9 +41,9 @@ from pace_lightning.core.importance_weights import (
     check_logprobs,
     corrected,
     row_means,
-    row_sums,
-    sequence_log_ratio,
+    row_totals,
     token_log_ratio,
+    trajectory_log_ratio,
 )
 from pace_lightning.core.losses import LOG_RATIO_LIMIT
 
@@ -86,7 +86,7 @@ def gmc_grpo(
     Raises:
         ValueError: if ``mass`` is unknown, ``eps`` out of range, or the shapes differ.
     """
-    log_ratios = sequence_log_ratio(numerator_logprobs, behavior_logprobs, mask)
+    log_ratios = trajectory_log_ratio(numerator_logprobs, behavior_logprobs, mask)
     if group_log_scale is None:
         group_log_scale = _at_trained_rows(
             gmc_log_scale, log_ratios, group_ids, mask, eps=eps, mass=mass
@@ -102,7 +102,7 @@ def gmc_log_scale(
     """``log kappa = min(0, log C - log(sum of r over the group))`` for each sequence.
 
     Args:
-        log_ratios: log r of all sequences, from `sequence_log_ratio`; shape ``(M,)``.
+        log_ratios: log r of all sequences, from `trajectory_log_ratio`; shape ``(M,)``.
         group_ids: shape ``(M,)``.
         eps: as in `gmc_grpo`.
         mass: as in `gmc_grpo`.
@@ -161,7 +161,7 @@ def tic_grpo(
     if not eps > -1:
         raise ValueError(f"eps is {eps}; the cap is 1 + eps, so eps > -1 is needed")
     negative = _is_negative(advantages, mask)
-    ratio = sequence_log_ratio(numerator_logprobs, behavior_logprobs, mask).exp()[:, None]
+    ratio = trajectory_log_ratio(numerator_logprobs, behavior_logprobs, mask).exp()[:, None]
     weight, drop = ratio.clamp(max=1 + eps).expand_as(negative), torch.zeros_like(negative)
     if above_cap != "weight":
         drop = (ratio > 1 + eps).expand_as(negative)
@@ -202,7 +202,7 @@ def topr(
         raise ValueError(f"unknown level {level!r}; choose 'sequence' or 'token'")
     negative = _is_negative(advantages, mask)
     if level == "sequence":
-        log_ratios = sequence_log_ratio(numerator_logprobs, behavior_logprobs, mask)[:, None]
+        log_ratios = trajectory_log_ratio(numerator_logprobs, behavior_logprobs, mask)[:, None]
     else:
         log_ratios = token_log_ratio(numerator_logprobs, behavior_logprobs, mask)
     tapered = log_ratios.clamp(max=0).exp().to(numerator_logprobs.dtype)
@@ -250,7 +250,7 @@ def vespo(
             ">= 0, or the weight grows without bound"
         )
     negative = _is_negative(advantages, mask)
-    log_ratios = sequence_log_ratio(numerator_logprobs, behavior_logprobs, mask)
+    log_ratios = trajectory_log_ratio(numerator_logprobs, behavior_logprobs, mask)
     ratio = log_ratios.exp()
     good = (k_positive * log_ratios + lambda_positive * (1 - ratio)).exp()[:, None]
     bad = (k_negative * log_ratios + lambda_negative * (1 - ratio)).exp()[:, None]
@@ -300,7 +300,7 @@ def gepo(
         raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}; both must be >= 0")
     negative = _is_negative(advantages, mask)
     check_logprobs(numerator_logprobs, behavior_logprobs, mask)
-    reduce = row_means if length_normalize else row_sums
+    reduce = row_means if length_normalize else row_totals
     log_p, log_q = reduce(numerator_logprobs, mask), reduce(behavior_logprobs, mask)
     if group_log_expectation is None:
         group_log_expectation = _at_trained_rows(gepo_log_expectation, log_q, group_ids, mask)

@@ -159,10 +159,18 @@ class RolloutWorker(LoopThread):
         self._call(self._advance(version), timeout_seconds=30.0, what="the new version")
 
     def publish(
-        self, weights: Mapping[str, Tensor], version: PolicyVersion, *, timeout_seconds: float
+        self,
+        weights: Mapping[str, Tensor],
+        version: PolicyVersion,
+        *,
+        timeout_seconds: float,
+        clock: PolicyVersion | None = None,
     ) -> PublishReport:
-        """Pause, load the weights of ``version``, go on. The weights must not change meanwhile."""
-        work = self._publish(weights, version)
+        """Pause, load the weights of ``version``, go on. The weights must not change meanwhile.
+
+        ``clock`` is the trainer's version; None: it is that of the weights.
+        """
+        work = self._publish(weights, version, version if clock is None else clock)
         return self._call(work, timeout_seconds=timeout_seconds, what="a publication")
 
     def evaluate(
@@ -359,11 +367,9 @@ class RolloutWorker(LoopThread):
         self.wake()
 
     async def _publish(
-        self, weights: Mapping[str, Tensor], version: PolicyVersion
+        self, weights: Mapping[str, Tensor], version: PolicyVersion, clock: PolicyVersion
     ) -> PublishReport:
-        # From here on the trainer is at the new version, but nothing may be dispatched to the old
-        # weights.
-        self._version = version
+        self._version = clock  # but nothing may be dispatched to the old weights any more
         self._dispatch_open = False
         try:
             rescore = self._prefix_forgetting is not None

@@ -254,13 +254,28 @@ class RolloutDataModule(pl.LightningDataModule):
         self.start_scoring()
         self.worker.start(timeout_seconds=self._startup_timeout_seconds)
 
-    def publish(self, weights: Mapping[str, Tensor], version: PolicyVersion) -> PublishReport:
-        """Give the engine the weights of ``version``."""
+    def publish(
+        self,
+        weights: Mapping[str, Tensor],
+        version: PolicyVersion,
+        *,
+        clock: PolicyVersion | None = None,
+    ) -> PublishReport:
+        """Give the engine the weights of ``version``; the trainer is at ``clock``, or there too."""
         report = self.worker.publish(
-            weights, version, timeout_seconds=self._publish_timeout_seconds
+            weights, version, clock=clock, timeout_seconds=self._publish_timeout_seconds
         )
         self._published = version
         return report
+
+    def finish_round(self) -> None:
+        """Wait for the round of synchronous dispatch that is under way, as an evaluation does."""
+        self.worker.evaluate(
+            [],
+            samples=1,
+            sampling=self._eval_sampling,
+            timeout_seconds=self._eval_timeout_seconds,
+        )
 
     @property
     def tokens_generated(self) -> int:

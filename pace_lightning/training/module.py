@@ -7,21 +7,39 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from pace_lightning.core.batch import TrainBatch
-from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
-from pace_lightning.core.losses import aggregate, clip_statistics, k3_kl
+from pace_lightning.core.batch_advantages import score_square_norm_proxy
+from pace_lightning.core.logprobs import (
+    entropy,
+    shared_prompt_logprobs,
+    sum_square_probs,
+    token_logprobs,
+)
+from pace_lightning.core.losses import k3_kl
+from pace_lightning.core.objective import (
+    Objective,
+    Scored,
+    Terms,
+    objective_loss,
+    prepare,
+)
+from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
+from pace_lightning.core.step_size import effective_sample_size
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.policy import checkpoint_layers
-
-Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from pace_lightning.training.proximal_models import other_weights
+from pace_lightning.training.ranks import gather_vectors
+from pace_lightning.training.score_norms import exact_score_square_norms
+from pace_lightning.training.step_statistics import StepStatistics
 
 
 class NonFiniteLossError(RuntimeError):
@@ -36,20 +54,21 @@ class PolicyModule(pl.LightningModule):
 
     Args:
         policy: the causal LM.
-        head: from ``(policy_logprobs, anchor_logprobs, advantages, mask)`` to per-token losses, all
-            of shape ``(N, T)``.
-        aggregation: name of the aggregation in `core.losses.aggregate`.
-        clip_low: lower clip radius; for the logged clip fractions.
-        clip_high: upper clip radius; likewise.
+        objective: what to minimize.
+        proximal: where the anchor of the trust region comes from; None: the behavior policy.
+        opob_norms: how OPOB measures scores, ``proxy`` or ``exact``; see `score_norms`.
         temperature: of the rollouts; the trainer's log-probs are of the same distribution.
         learning_rate: peak.
         weight_decay: of AdamW.
         betas: of AdamW.
         warmup_steps: linear warm-up, in optimizer steps.
         max_grad_norm: gradients are scaled down to this norm; 0: never.
+        rate_scale: from the sequences' log-ratios of the draw, shape ``(M,)``, to the factor of the
+            learning rate of its step (`step_size.ess_scale`); None: 1.
+        stale_budget: the learning rate times the mean lag of the draw, in versions, is at most
+            this; None: no limit.
         reference: frozen causal LM of the KL penalty, or None.
         kl_coef: weight of the k3 penalty.
-        max_response_tokens: constant of the ``-norm`` aggregation.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
         share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
@@ -60,19 +79,19 @@ class PolicyModule(pl.LightningModule):
         self,
         policy: Any,
         *,
-        head: Head,
-        aggregation: str = "token-mean",
-        clip_low: float = 0.2,
-        clip_high: float = 0.28,
+        objective: Objective,
+        proximal: ProximalSource | None = None,
+        opob_norms: str = "proxy",
         temperature: float = 1.0,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         warmup_steps: int = 0,
         max_grad_norm: float = 1.0,
+        rate_scale: Callable[[Tensor], float] | None = None,
+        stale_budget: float | None = None,
         reference: Any = None,
         kl_coef: float = 0.0,
-        max_response_tokens: int | None = None,
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         share_prompts: bool = False,
@@ -80,21 +99,23 @@ class PolicyModule(pl.LightningModule):
         super().__init__()
         self.policy = policy
         self._reference = [reference]  # in a list: not a submodule, neither trained nor saved
-        self._head = head
-        self._aggregation = aggregation
-        self._clip_low = clip_low
-        self._clip_high = clip_high
+        self._objective = objective
+        self._proximal = proximal or Memoryless(bypass)
+        self._opob_norms = opob_norms
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self._betas = betas
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
+        self._rate_scale = rate_scale
+        self._stale_budget = stale_budget
         self._kl_coef = kl_coef
-        self._max_response_tokens = max_response_tokens
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
-        self._sums: dict[str, float] = defaultdict(float)
+        self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
+        self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
+        self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
         if gradient_checkpointing:
@@ -110,39 +131,49 @@ class PolicyModule(pl.LightningModule):
         return {name: parameter.data for name, parameter in self.policy.named_parameters()}
 
     def on_train_start(self) -> None:
-        """Move the reference along: Lightning moves submodules only."""
+        """Move the reference along (Lightning moves submodules only), begin with these weights."""
         if self._reference[0] is not None:
             self._reference[0].to(self.device)
+        self._proximal.begin(self.policy_version, self.weights())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What is remembered beside the weights."""
+        checkpoint["proximal"] = self._proximal.state_dict()
+        checkpoint["cumulated_learning_rate"] = self._cumulated_rate
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The inverse."""
+        self._proximal.load_state_dict(checkpoint["proximal"])
+        self._cumulated_rate = checkpoint["cumulated_learning_rate"]
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """The share of one micro-batch in the loss of the draw."""
         if batch.micro_batch_index == 0:
-            self._sums.clear()
+            self._statistics.begin()
+            self._terms.clear()
+            if self._objective.needs_draw and (batch.followers or self._objective.opob is not None):
+                self._prepare_draw([batch, *(b.to(self.device) for b in batch.followers)])
         logprobs, entropies = self._logprobs(self.policy, batch)
-        token_losses = self._head(
-            logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask
-        )
+        terms = self._terms.pop(batch.micro_batch_index, None)
+        if terms is None:
+            (terms,) = self._prepare([batch], [logprobs.detach()])
+        penalty = None
         if self._kl_coef:
             with torch.no_grad():
                 reference, _ = self._logprobs(self._reference[0], batch)
             kl = k3_kl(logprobs, reference)
-            token_losses = token_losses + self._kl_coef * kl
-            self._sums["kl"] += float(kl.detach()[batch.loss_mask].sum())
-        loss = aggregate(
-            token_losses,
-            batch.loss_mask,
-            mode=self._aggregation,
-            num_tokens=batch.num_tokens_global,
-            num_sequences=batch.num_sequences_global,
-            max_length=self._max_response_tokens,
-        )
+            penalty = self._kl_coef * kl
+            self._statistics.sums["kl"] += float(kl.detach()[batch.loss_mask].sum())
+        loss = objective_loss(self._objective, logprobs, terms, penalty=penalty)
         if not torch.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss of step {batch.version}, micro-batch {batch.micro_batch_index} is "
                 f"{loss.item()}; lower optim.learning_rate, or look for broken rewards in "
                 "samples.jsonl"
             )
-        self._record(batch, logprobs.detach(), entropies, float(loss.detach()))
+        self._statistics.record(batch, terms, logprobs.detach(), entropies, float(loss.detach()))
+        if not math.isfinite(self._statistics.sums["ratio_sum"]):
+            raise NonFiniteLossError(f"a log-prob of step {batch.version} is not finite")
         return loss * self._averaging_factor()
 
     def configure_gradient_clipping(
@@ -164,35 +195,43 @@ class PolicyModule(pl.LightningModule):
                 f"the gradient norm of step {self.policy_version} is {norm.item()}; lower "
                 "optim.learning_rate"
             )
-        self._sums["gradient_norm"] = float(norm)
-        # the schedule goes on before `finish_step`
-        self._sums["learning_rate"] = optimizer.param_groups[0]["lr"]
+        self._statistics.sums["gradient_norm"] = float(norm)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step with a rate that fits the draw; then put the scheduled rate back."""
+        scheduled = [group["lr"] for group in optimizer.param_groups]
+
+        def closure() -> Any:  # gradients are complete after it, and the step comes next
+            result = optimizer_closure() if optimizer_closure is not None else None
+            factor = self._rate_factor(scheduled[0])
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            self._statistics.sums["learning_rate"] = optimizer.param_groups[0]["lr"]
+            return result
+
+        try:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        finally:
+            for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate
+        self._cumulated_rate += self._statistics.sums["learning_rate"]
+        self._proximal.after_step(
+            self.policy_version + 1,  # not counted yet
+            self.weights(),
+            active_share=self._statistics.active_share,
+        )
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
-        sums = self._sums
-        tokens = max(sums["tokens"], 1.0)
-        metrics = {
-            "loss/objective": sums["loss"],
-            "loss/gradient_norm": sums["gradient_norm"],
-            "loss/clipped_low_share": sums["clipped_low_sum"] / tokens,
-            "loss/clipped_high_share": sums["clipped_high_sum"] / tokens,
-            "policy/entropy_nats": sums["entropy"] / tokens,
-            "ratio/mean": sums["ratio_sum"] / tokens,
-            "ratio/max": sums["ratio_max"],
-            "ratio/log_abs_mean": sums["log_ratio_abs_sum"] / tokens,
-            "ratio/ess_share": sums["weight_sum"] ** 2
-            / max(sums["weight_square_sum"] * tokens, 1e-12),
-            "tokens/trained": sums["tokens"],
-            "tokens/consumed": sums["consumed"],
-            "optim/learning_rate": sums["learning_rate"],
-        }
-        if self._kl_coef:
-            metrics["loss/kl"] = sums["kl"] / tokens
-        if sums["fresh_tokens"]:
-            metrics["ratio/lag0_log_abs_mean"] = sums["fresh_gap"] / sums["fresh_tokens"]
-            metrics["ratio/lag0_log_abs_max"] = sums["fresh_gap_max"]
-            metrics["ratio/lag0_tokens"] = sums["fresh_tokens"]
+        metrics = self._statistics.metrics()
+        metrics["optim/cumulated_learning_rate"] = self._cumulated_rate
+        metrics |= {f"proximal/{name}": x for name, x in self._proximal.metrics().items()}
         self.step_metrics = metrics
         return metrics
 
@@ -220,7 +259,92 @@ class PolicyModule(pl.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _logprobs(self, model: Any, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _prepare_draw(self, batches: list[TrainBatch]) -> None:
+        """The pass before the first backward pass, and the terms of all micro-batches."""
+        scored = [self._score(batch, None) for batch in batches]
+        terms = self._prepare(batches, [logprobs for logprobs, _ in scored])
+        self._terms = {b.micro_batch_index: t for b, t in zip(batches, terms, strict=True)}
+
+    def _prepare(self, batches: list[TrainBatch], logprobs: list[Tensor]) -> list[Terms]:
+        parts = [
+            Scored(
+                policy_logprobs=own,
+                proximal_logprobs=self._proximal.logprobs(batch, self._compute, own),
+                behavior_logprobs=batch.behavior_logprobs,
+                advantages=batch.advantages,
+                mask=batch.loss_mask,
+                rewards=batch.rewards,
+                group_ids=batch.group_ids,
+                score_square_norms=self._score_square_norms(batch, own),
+            )
+            for batch, own in zip(batches, logprobs, strict=True)
+        ]
+        return prepare(
+            self._objective,
+            parts,
+            num_tokens=batches[0].num_tokens_global,
+            num_sequences=batches[0].num_sequences_global,
+            gather=self._gather,
+        )
+
+    def _compute(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
+        return self._score(batch, weights)[0]
+
+    @contextmanager
+    def _prepass(self) -> Iterator[None]:
+        """Around whatever passes through the network beside the training pass.
+
+        Autocast would go on with what it has cast of other weights, or without gradient.
+        """
+        start = time.perf_counter()
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            self._statistics.sums["prepass_seconds"] += time.perf_counter() - start
+
+    def _score(
+        self, batch: TrainBatch, weights: Mapping[str, Tensor] | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        with self._prepass(), torch.no_grad(), other_weights(self.policy, weights):
+            return self._logprobs(self.policy, batch, **options)
+
+    def _score_square_norms(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
+        if self._objective.opob is None:
+            return None
+        if self._opob_norms == "proxy":
+            _, squares = self._score(batch, None, statistic=sum_square_probs)
+            return score_square_norm_proxy(logprobs, squares, batch.loss_mask)
+        with self._prepass():
+            return exact_score_square_norms(
+                self.policy, batch, lambda part: self._logprobs(self.policy, part)[0]
+            )
+
+    def _gather(self, vector: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return vector
+        return gather_vectors(vector, lambda x: cast("Tensor", self.all_gather(x)))
+
+    def _rate_factor(self, scheduled: float) -> float:
+        """What the learning rate of this step is multiplied with."""
+        log_ratios = self._gather(self._statistics.log_ratios)
+        share = effective_sample_size(log_ratios).item() / len(log_ratios)
+        self._statistics.sums["sequence_ess_share"] = share
+        factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
+        if self._stale_budget is not None and (lag := self._mean_lag()) * scheduled > 0:
+            factor = min(factor, self._stale_budget / (lag * scheduled))
+        return factor
+
+    def _mean_lag(self) -> float:
+        """Versions between the trained tokens of the draw and the present weights."""
+        sums = (torch.tensor([self._statistics.sums[name]]) for name in ("lag", "tokens"))
+        lag, tokens = (float(self._gather(s.to(self.device)).sum()) for s in sums)
+        return lag / max(tokens, 1.0)
+
+    def _logprobs(
+        self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
+    ) -> tuple[Tensor, Tensor]:
         compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         if self._share_prompts:
             compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
@@ -231,6 +355,7 @@ class PolicyModule(pl.LightningModule):
             batch.loss_mask,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
+            statistic=statistic,
         )
 
     def _averaging_factor(self) -> float:
@@ -239,30 +364,3 @@ class PolicyModule(pl.LightningModule):
         The loss is a sum of shares.
         """
         return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)
-
-    @torch.no_grad()
-    def _record(self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor, loss: float) -> None:
-        statistics = clip_statistics(
-            logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            batch.loss_mask,
-            clip_low=self._clip_low,
-            clip_high=self._clip_high,
-        )
-        for name, value in statistics.items():
-            if name == "ratio_max":
-                self._sums[name] = max(self._sums[name], float(value))
-            else:
-                self._sums[name] += float(value)
-        self._sums["loss"] += loss
-        self._sums["entropy"] += float(entropies[batch.loss_mask].sum())
-        self._sums["consumed"] += float(batch.attention_mask.sum())
-        fresh = batch.loss_mask & (batch.token_versions == batch.version)
-        if bool(fresh.any()):
-            gap = (logprobs - batch.behavior_logprobs)[fresh].abs()
-            self._sums["fresh_tokens"] += gap.numel()
-            self._sums["fresh_gap"] += float(gap.sum())
-            self._sums["fresh_gap_max"] = max(self._sums["fresh_gap_max"], float(gap.max()))
-        if not math.isfinite(self._sums["ratio_sum"]):
-            raise NonFiniteLossError(f"a log-prob of step {batch.version} is not finite")

@@ -252,7 +252,7 @@ class SnapshotStore:
                 result[own] = policy_logprobs.detach()[own]
             elif version == batch.version or version in self._copies:
                 weights = None if version == batch.version else self._copies[version]
-                part = _part(batch, own)
+                part = rows_with(batch, own)
                 result[own] = compute(part, weights).detach()[part.loss_mask]
             elif self._missing == "error":
                 raise ValueError(
@@ -314,7 +314,7 @@ class SnapshotStore:
         self._copies[version] = _copies(parameters, self._device)
 
 
-def _part(batch: TrainBatch, own: Tensor) -> TrainBatch:
+def rows_with(batch: TrainBatch, own: Tensor) -> TrainBatch:
     """The rows with a True in ``own``, shape ``(N, T)``, up to the last one; ``own`` is the mask.
 
     Later tokens do not matter to a causal model.

@@ -8,15 +8,16 @@ in `__iter__` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from pace_lightning.core.batch import TrainBatch, collate
+from pace_lightning.core.draw_advantages import GROUP_BASELINES
 from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
 from pace_lightning.core.staleness import mean_staleness
-from pace_lightning.core.trajectory import PolicyVersion, TrajectoryGroup
+from pace_lightning.core.trajectory import PolicyVersion, Trajectory, TrajectoryGroup
 
 
 class TrajectoryStream:
@@ -29,7 +30,7 @@ class TrajectoryStream:
         groups_per_step: groups of one draw.
         num_micro_batches: micro-batches of one draw.
         pad_token_id: fills rows.
-        advantage: name in `core.advantages`.
+        advantage: name in `core.draw_advantages`.
         std_ddof: of the group's standard deviation.
         mask_truncated: leave truncated responses out of the loss.
         keep_groups: put the responses to one prompt into the same micro-batch.
@@ -126,16 +127,23 @@ class TrajectoryStream:
             if report.rejected_groups and not self._may_reject:
                 raise RuntimeError(
                     f"{report.rejected_groups} groups of step {version} were too old in "
-                    "synchronous mode, where every lag must be 0: the clocks of trainer and "
+                    "synchronous mode, which knows every lag beforehand: the clocks of trainer and "
                     "engine disagree"
                 )
-            if any(self._has_gradient(group) for group in groups):
+            if self._has_gradient(groups):
                 return groups, _merged(reports)
             self._drop_empty(groups)
 
-    def _has_gradient(self, group: TrajectoryGroup) -> bool:
-        rewards = {trajectory.reward for trajectory in group.trajectories}
-        trained = not self._mask_truncated or any(not t.truncated for t in group.trajectories)
+    def _has_gradient(self, groups: Sequence[TrajectoryGroup]) -> bool:
+        """Whether rewards differ among what is compared: a group, or the whole draw."""
+        if self._advantage not in GROUP_BASELINES:
+            return self._differ(t for group in groups for t in group.trajectories)
+        return any(self._differ(group.trajectories) for group in groups)
+
+    def _differ(self, compared: Iterable[Trajectory]) -> bool:
+        trajectories = list(compared)
+        rewards = {trajectory.reward for trajectory in trajectories}
+        trained = not self._mask_truncated or any(not t.truncated for t in trajectories)
         return trained and (len(rewards) > 1 or not self._needs_spread)
 
 

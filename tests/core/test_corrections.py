@@ -18,7 +18,7 @@ from pace_lightning.core.corrections import (
     normalize,
     weight_sum,
 )
-from pace_lightning.core.importance_weights import sequence_log_ratio
+from pace_lightning.core.importance_weights import trajectory_log_ratio
 from pace_lightning.core.losses import aggregate
 from pace_lightning.core.sequence_corrections import gepo_log_expectation, gmc_log_scale
 
@@ -413,7 +413,7 @@ def test_cut_groups_agree_with_whole_ones(parts):
     trained = mask.any(dim=1)
     log_q = torch.stack([row[m].double().mean() for row, m in zip(mu, mask, strict=True)])
     statistics = {
-        "gmc_grpo": ("group_log_scale", gmc_log_scale, sequence_log_ratio(p, mu, mask)),
+        "gmc_grpo": ("group_log_scale", gmc_log_scale, trajectory_log_ratio(p, mu, mask)),
         "gepo": ("group_log_expectation", gepo_log_expectation, log_q),
     }
     for name, (argument, statistic, flat) in statistics.items():
@@ -437,7 +437,7 @@ def test_cut_groups_agree_with_whole_ones(parts):
 
 def test_the_log_ratio_of_a_sequence_is_clamped():
     log_ratios = [[15.0, 15.0], [-15.0, -15.0], [30.0, -5.0], []]  # 30 is clamped to 20 first
-    assert sequence_log_ratio(*rows_of(log_ratios)).tolist() == [20.0, -20.0, 15.0, 0.0]
+    assert trajectory_log_ratio(*rows_of(log_ratios)).tolist() == [20.0, -20.0, 15.0, 0.0]
     weights, _ = apply("mis", log_ratios[:1], level="sequence", upper=1e9)
     assert weights == pytest.approx([math.exp(20)] * 2)
 
@@ -460,7 +460,7 @@ def test_group_statistics_do_not_depend_on_the_order(statistic):
 def test_gmc_caps_the_mass_and_keeps_proportions(seed):
     p, mu, mask, _, group_ids = random_batch(seed, spread=1.5)
     weight = CORRECTIONS["gmc_grpo"](p, mu, mask, group_ids=group_ids).weight
-    ratio = sequence_log_ratio(p, mu, mask).exp()
+    ratio = trajectory_log_ratio(p, mu, mask).exp()
     for group in range(3):
         members = (group_ids == group) & mask.any(dim=1)
         if members.any():

@@ -14,9 +14,9 @@ from pace_lightning.core.losses import (
     AGGREGATIONS,
     aggregate,
     blank,
-    clip_statistics,
     k3_kl,
     log_ratio,
+    ratio_statistics,
     sequence_log_ratio,
 )
 
@@ -364,24 +364,16 @@ def test_a_row_of_rejected_tokens_counts_only_in_the_original_denominator():
 # --- statistics ----------------------------------------------------------------------------------
 
 
-def test_clip_statistics_by_hand():
-    # ratios    2      2     1/2    1/2    1     (8, masked)
-    # A         1     -1     1     -1      1
-    # clipped  high    -      -    low     -
+def test_ratio_statistics_by_hand():
     ratios = torch.tensor([[2.0, 2.0, 0.5], [0.5, 1.0, 8.0]])
-    advantages = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    statistics = clip_statistics(
-        ratios.log().requires_grad_(), torch.zeros(2, 3), advantages, mask, **DAPO
-    )
+    statistics = ratio_statistics(ratios.log().requires_grad_(), torch.zeros(2, 3), mask)
     assert {name: value.item() for name, value in statistics.items()} == pytest.approx(
         {
             "tokens": 5,
             "ratio_sum": 6.0,  # 2 + 2 + 0.5 + 0.5 + 1
             "ratio_max": 2.0,
             "log_ratio_abs_sum": 4 * math.log(2),
-            "clipped_low_sum": 1,
-            "clipped_high_sum": 1,
             "weight_sum": 6.0,
             "weight_square_sum": 9.5,  # 4 + 4 + 0.25 + 0.25 + 1; ESS = 36 / 9.5
         },
@@ -392,25 +384,12 @@ def test_clip_statistics_by_hand():
 
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS)
-def test_clipped_tokens_are_those_without_a_gradient(seed):
-    policy, anchor, advantages, mask = random_batch(seed)
-    statistics = clip_statistics(policy, anchor, advantages, mask, **DAPO)
-    leaf = policy.clone().requires_grad_()
-    dapo_head(leaf, anchor, advantages, mask, **DAPO).sum().backward()
-    without = int(((leaf.grad == 0) & mask).sum())
-    clipped = statistics["clipped_low_sum"] + statistics["clipped_high_sum"]
-    assert clipped.item() == without
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=SEEDS)
-def test_clip_statistics_add_over_micro_batches(seed):
-    batch = random_batch(seed, num_rows=6)
-    whole = clip_statistics(*batch, **DAPO)
+def test_ratio_statistics_add_over_micro_batches(seed):
+    policy, anchor, _, mask = random_batch(seed, num_rows=6)
+    batch = policy, anchor, mask
+    whole = ratio_statistics(*batch)
     # the first part has no trained token at all
-    parts = [
-        clip_statistics(*(x[rows] for x in batch), **DAPO) for rows in ([0], [1, 4], [2, 3, 5])
-    ]
+    parts = [ratio_statistics(*(x[rows] for x in batch)) for rows in ([0], [1, 4], [2, 3, 5])]
     for name, value in whole.items():
         values = [part[name].item() for part in parts]
         combined = max(values) if name == "ratio_max" else sum(values)
@@ -419,9 +398,7 @@ def test_clip_statistics_add_over_micro_batches(seed):
 
 
 def test_masked_nan_does_not_poison_the_statistics():
-    policy, anchor, advantages, mask = random_batch(2)
-    clean = clip_statistics(policy, anchor, advantages, mask, **DAPO)
-    dirty = clip_statistics(
-        *(torch.where(mask, x, math.nan) for x in (policy, anchor, advantages)), mask, **DAPO
-    )
+    policy, anchor, _, mask = random_batch(2)
+    clean = ratio_statistics(policy, anchor, mask)
+    dirty = ratio_statistics(*(torch.where(mask, x, math.nan) for x in (policy, anchor)), mask)
     assert all(torch.equal(clean[name], dirty[name]) for name in clean)

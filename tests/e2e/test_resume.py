@@ -23,6 +23,7 @@ from experiments import (
     run_command,
     use_script,
 )
+from safetensors.torch import load_file
 from scripted import HOLD
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -112,20 +113,45 @@ def test_prompts_trained_before_and_after_are_those_of_a_run_without_a_break(
     assert len(trained) == len(set(trained))
 
 
+METHODS_WITH_A_MEMORY = (
+    "sync.lag_versions=3",
+    "loss.proximal=ewma",
+    "loss.proximal_settings={stale_versions: 3, reset_below: 0}",
+    "loss.corrections=[{name: mis, lower: null}]",
+    "loss.mask_denominator=kept",
+    "optim.ess_scaling=sqrt",
+    "trainer.micro_batches=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "published"),
+    [((), {4, 5, 6, 7, 8}), (METHODS_WITH_A_MEMORY, {1, 2, 3, 4, 5})],
+    ids=["plain", "with a memory"],
+)
 def test_resumed_training_equals_training_without_a_break_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: tuple[str, ...],
+    published: set[int],
 ) -> None:
     settings = (*SCRIPTED, "mode=sync", "trainer.num_threads=1", "trainer.engine_threads=1")
-    whole = run(configure(tmp_path / "whole", *settings, "optim.warmup_steps=6"), monkeypatch)
-    config = configure(tmp_path / "broken", *settings, "optim.warmup_steps=6")
+    settings = (*settings, "optim.warmup_steps=6", *method)
+    whole = run(configure(tmp_path / "whole", *settings), monkeypatch)
+    config = configure(tmp_path / "broken", *settings)
     with pytest.raises(Killed):
         run(config, monkeypatch, recorder=Recorder(die_at=5))
     resumed = continue_run(config, monkeypatch)
     expected, found = dict(whole.weights), dict(resumed.weights)
-    assert sorted(found) == [4, 5, 6, 7, 8]
+    assert published <= set(found)
     for version, weights in found.items():
         for name, weight in weights.items():
             assert torch.equal(weight, expected[version][name]), (version, name)
+    finals = [
+        load_file(tmp_path / x / "checkpoints" / "final" / "model.safetensors")
+        for x in ("whole", "broken")
+    ]
+    assert all(torch.equal(weight, finals[1][name]) for name, weight in finals[0].items())
 
 
 def test_an_asynchronous_run_loses_and_repeats_no_prompt_and_keeps_its_bound(

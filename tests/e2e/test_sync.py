@@ -136,6 +136,58 @@ def test_no_trajectory_of_a_synchronous_run_has_lag(
     assert record.lags == [[0.0] * GROUPS_PER_STEP * GROUP_SIZE] * STEPS
 
 
+class RecordVersions(pl.Callback):
+    """Keeps the versions of the trained tokens of each step, and of the engine in evaluations."""
+
+    def __init__(self, engine: DeterministicEngine) -> None:
+        self._engine = engine
+        self.trained: list[set[int]] = []
+        self.evaluated: list[tuple[int, int]] = []
+        self.lags: list[set[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: TrainBatch, i: int) -> None:
+        if batch.micro_batch_index == 0:
+            self.trained.append(set())
+        self.trained[-1] |= set(batch.token_versions[batch.loss_mask].tolist())
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: TrainBatch, i: int
+    ) -> None:
+        if batch.is_last:
+            self.lags.append({part.total for part in batch.report.staleness})
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.evaluated.append((trainer.global_step, self._engine.weights[-1][0]))
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_with_a_lag_of_k_every_token_of_step_j_has_version_j_minus_k(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    engine = DeterministicEngine()
+    experiment = build_scripted(
+        monkeypatch,
+        configure(tmp_path, *SCRIPTED, *SYNC, f"sync.lag_versions={lag}", "eval.every_steps=2"),
+        engine,
+        InProcessScorer(judge_all),
+    )
+    record = RecordVersions(engine)
+    experiment.trainer.callbacks.append(record)
+    try:
+        experiment.trainer.fit(experiment.module, datamodule=experiment.datamodule)
+    finally:
+        experiment.datamodule.close()
+    assert record.trained == [{max(0, step - lag)} for step in range(STEPS)]
+    assert record.lags == [{float(min(step, lag))} for step in range(STEPS)]
+    # evaluations are of the present weights
+    assert record.evaluated == [(step, step) for step in range(2, STEPS + 1, 2)]
+    # and the engine never had the same version with two kinds of weights
+    by_version: dict[int, Weights] = {}
+    for version, weights in engine.weights:
+        assert differing(by_version.setdefault(version, weights), weights) == []
+    assert len(by_version) > lag + 1
+
+
 def test_training_equals_a_plain_loop_bit_for_bit_at_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +268,6 @@ def plain_training(
                 batch.behavior_logprobs,
                 batch.advantages,
                 batch.loss_mask,
-                clip_low=config.loss.clip_low,
-                clip_high=config.loss.clip_high,
             )
             aggregate(
                 losses,

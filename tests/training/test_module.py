@@ -1,173 +1,35 @@
 """One optimizer step of the real Trainer: its gradient, its size, and what is said about it."""
 
-import functools
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import reference
 import torch
+from module_cases import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    DAPO,
+    VERSION,
+    fit,
+    gradients_of,
+    make_batches,
+    make_groups,
+    make_module,
+    make_policy,
+    near_policy,
+    own_logprobs,
+    relative_difference,
+)
 
-from pace_lightning.core.batch import TrainBatch, collate
-from pace_lightning.core.heads import dapo_head
+from pace_lightning.core.batch import TrainBatch
+from pace_lightning.core.heads import Head
 from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.losses import AGGREGATIONS
-from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
-from pace_lightning.training.module import NonFiniteLossError, PolicyModule
-from pace_lightning.training.policy import copy_for_engine, load_policy
-
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-VERSION = 5
-MAX_RESPONSE_TOKENS = 9
-
-
-def make_policy(seed=0):
-    model = load_policy("conf/models/tiny", random_init=True, seed=seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6.0)
-    return model
-
-
-def make_module(policy=None, **changes):
-    head = functools.partial(dapo_head, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    arguments = {
-        "head": head,
-        "clip_low": CLIP_LOW,
-        "clip_high": CLIP_HIGH,
-        "max_response_tokens": MAX_RESPONSE_TOKENS,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 1e9,
-    }
-    return PolicyModule(policy or make_policy(), **(arguments | changes))
-
-
-def make_groups(seed=0, num_groups=3, group_size=4, equal_rewards=False):
-    """Random responses of different lengths, with one log-prob and version for each token."""
-    rng = np.random.default_rng(seed)
-    groups = []
-    for uid in range(num_groups):
-        trajectories = []
-        for index in range(group_size):
-            length = int(rng.integers(1, MAX_RESPONSE_TOKENS + 1))
-            trajectories.append(
-                Trajectory(
-                    token_ids=tuple(rng.integers(3, 100, length).tolist()),
-                    token_versions=tuple(sorted(rng.integers(3, VERSION + 1, length).tolist())),
-                    behavior_logprobs=tuple((-rng.uniform(0.1, 9, length)).tolist()),
-                    completed_at=VERSION,
-                    reward=0.0 if equal_rewards else float(index % 3 == 0),
-                    score=0.0,
-                    truncated=False,
-                )
-            )
-        prompt = tuple(rng.integers(3, 100, int(rng.integers(2, 6))).tolist())
-        groups.append(TrajectoryGroup(Prompt(str(uid), prompt, ""), tuple(trajectories)))
-    return groups
-
-
-def make_batches(groups, num_micro_batches=1, version=VERSION, keep_groups=False):
-    batches = collate(
-        groups,
-        version=max(version, VERSION),  # collation refuses tokens of the future
-        num_micro_batches=num_micro_batches,
-        pad_token_id=0,
-        advantage="grpo",
-        std_ddof=1,
-        keep_groups=keep_groups,
-    )
-    for batch in batches:
-        batch.version = version
-    return batches
-
-
-def own_logprobs(policy, batch, temperature=1.0):
-    """Log-probs and entropies, without gradient."""
-    with torch.no_grad():
-        return token_logprobs(
-            policy,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.loss_mask,
-            temperature=temperature,
-        )
-
-
-def near_policy(policy, batches, spread=0.4, seed=0):
-    """Make the behavior policy one that differs from ``policy`` by noise: ratios around 1."""
-    for batch in batches:
-        noise = []
-        for row in batch.input_ids:  # noise that belongs to the row, wherever it lies
-            generator = torch.Generator().manual_seed(seed + int(row.sum()))
-            noise.append(torch.randn(64, generator=generator)[: len(row)] * spread)
-        logprobs, _ = own_logprobs(policy, batch)
-        batch.behavior_logprobs = torch.where(batch.loss_mask, logprobs + torch.stack(noise), 0.0)
-    return batches
-
-
-class Batches:
-    """A sized iterable that is no list: Lightning takes a list for several loaders."""
-
-    def __init__(self, batches):
-        self._batches = batches
-
-    def __len__(self):
-        return len(self._batches)
-
-    def __iter__(self):
-        yield from self._batches
-
-
-class Recorder(pl.Callback):
-    """What the optimizer saw, and what the module said about it."""
-
-    def __init__(self):
-        self.gradients = []
-        self.clipped = []
-        self.learning_rates = []
-        self.versions = []
-        self.metrics = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.gradients.append(gradients_of(pl_module.policy))
-        self.learning_rates.append(optimizer.param_groups[0]["lr"])
-        self.versions.append(pl_module.policy_version)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch.is_last:
-            self.clipped.append(gradients_of(pl_module.policy))
-            self.metrics.append(pl_module.finish_step())
-
-
-def gradients_of(policy):
-    return torch.cat([p.grad.detach().double().flatten() for p in policy.parameters()])
-
-
-def fit(module, batches, *, micro_batches=1, precision="32-true", callbacks=()):
-    """Run a real Trainer over the batches; returns what was recorded, and the trainer."""
-    recorder = Recorder()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        max_epochs=1,
-        max_steps=len(batches) // micro_batches,
-        accumulate_grad_batches=micro_batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[recorder, *callbacks],
-    )
-    trainer.fit(module, train_dataloaders=Batches(batches))
-    return recorder, trainer
-
-
-def relative_difference(one, other):
-    return float((one - other).norm() / other.norm())
-
+from pace_lightning.core.objective import Objective
+from pace_lightning.training.module import NonFiniteLossError
+from pace_lightning.training.policy import copy_for_engine
 
 # --- the gradient ---------------------------------------------------------------------------------
 
@@ -180,7 +42,9 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_partition(aggregation, sh
         policy = make_policy()
         split = make_batches(make_groups(), micro_batches, keep_groups=shared)
         batches = near_policy(policy, split)
-        module = make_module(policy, aggregation=aggregation, share_prompts=shared)
+        module = make_module(
+            policy, objective=replace(DAPO, aggregation=aggregation), share_prompts=shared
+        )
         recorder, _ = fit(module, batches, micro_batches=micro_batches)
         (gradients[micro_batches],) = recorder.gradients
         losses[micro_batches] = recorder.metrics[0]["loss/objective"]
@@ -223,7 +87,8 @@ def test_on_policy_the_gradient_is_that_of_minus_advantage_times_log_prob():
     metrics = recorder.metrics[0]
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["ratio/ess_share"] == pytest.approx(1, abs=1e-6)
-    assert metrics["loss/clipped_low_share"] == metrics["loss/clipped_high_share"] == 0
+    assert metrics["loss/active_share"] == 1
+    assert metrics["loss/inactive_negative_share"] == metrics["loss/inactive_positive_share"] == 0
 
 
 def test_the_trainers_log_probs_are_at_the_temperature_of_the_rollouts():
@@ -338,7 +203,7 @@ def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is():
 
     batches = near_policy(policy, make_batches(make_groups()))
     with pytest.raises(NonFiniteLossError, match=r"the gradient norm of step 0 is (nan|inf)"):
-        fit(make_module(policy, head=head), batches)
+        fit(make_module(policy, objective=Objective(Head(head))), batches)
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
 
@@ -443,9 +308,11 @@ def expected_statistics(policy, groups, version):
     assert high
     assert 0 < len(fresh) < count
     return {
+        "loss/active_share": 1 - (low + high) / count,
+        "ratio/second_moment": sum(gap * gap for gap in gaps) / count,
         "loss/objective": reference.aggregate(losses, mask, "token-mean"),
-        "loss/clipped_low_share": low / count,
-        "loss/clipped_high_share": high / count,
+        "loss/inactive_negative_share": low / count,
+        "loss/inactive_positive_share": high / count,
         "policy/entropy_nats": sum(entropy) / count,
         "ratio/mean": sum(ratios) / count,
         "ratio/max": max(ratios),

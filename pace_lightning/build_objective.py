@@ -1,0 +1,73 @@
+"""The part of `build` that is about the objective: from names and settings to functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pace_lightning.config import Config
+from pace_lightning.config_explain import shares_prompts
+from pace_lightning.config_methods import PROXIMAL_SETTINGS, objective_of
+from pace_lightning.core.proximal import ewma_decay
+from pace_lightning.core.proximal_sources import (
+    Memoryless,
+    ProximalSource,
+    linear,
+    log_linear,
+    recompute,
+)
+from pace_lightning.core.step_size import ess_scale
+from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.policy import copy_for_engine
+from pace_lightning.training.proximal_models import EwmaPolicy
+
+
+def policy_module(config: Config, policy: Any) -> PolicyModule:
+    """The module that trains ``policy``."""
+    loss, optim = config.loss, config.optim
+    return PolicyModule(
+        policy,
+        objective=objective_of(config),
+        proximal=proximal_source(config),
+        opob_norms=loss.advantage_settings.get("norms", "proxy"),
+        temperature=config.rollout.temperature,
+        learning_rate=optim.learning_rate,
+        weight_decay=optim.weight_decay,
+        betas=(optim.betas[0], optim.betas[1]),
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.max_grad_norm,
+        rate_scale=_rate_scale(config),
+        stale_budget=optim.stale_budget,
+        reference=copy_for_engine(policy, torch.float32) if loss.kl_coef else None,
+        kl_coef=loss.kl_coef,
+        chunk_tokens=config.model.logprob_chunk_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        share_prompts=shares_prompts(config),
+    )
+
+
+def proximal_source(config: Config) -> ProximalSource | None:
+    """Where the proximal policy comes from; None: there is none."""
+    name = config.loss.proximal
+    settings = PROXIMAL_SETTINGS[name] | dict(config.loss.proximal_settings)
+    if name == "none":
+        return None
+    if name == "ewma":
+        return EwmaPolicy(
+            decay=ewma_decay(settings["stale_versions"]), reset_below=settings["reset_below"]
+        )
+    functions = {"recompute": recompute, "loglinear": log_linear, "linear": linear}
+    return Memoryless(functions[name])
+
+
+def _rate_scale(config: Config) -> Callable[[Tensor], float] | None:
+    optim = config.optim
+    if optim.ess_scaling == "none":
+        return None
+    return functools.partial(
+        ess_scale, base=optim.ess_base, rule=optim.ess_scaling, ratio_cap=optim.ess_ratio_cap
+    )

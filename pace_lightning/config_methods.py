@@ -1,0 +1,225 @@
+"""The objective of a configuration: its parts, and which of them may not be combined.
+
+Rules on combinations are those of docs/methods.md; each refusal says its rule in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pace_lightning.config import Config
+from pace_lightning.config_load import nearest, show
+from pace_lightning.core.batch_advantages import opob_advantages
+from pace_lightning.core.corrections import METHODS
+from pace_lightning.core.draw_advantages import GROUP_BASELINES
+from pace_lightning.core.heads import HEADS, settings_of
+from pace_lightning.core.objective import Objective, Scored, objective_loss, prepare
+
+CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
+"""Settings of heads that are keys of their own."""
+
+PROXIMAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "recompute": {},
+    "loglinear": {},
+    "linear": {},
+    "ewma": {"stale_versions": 8.0, "reset_below": 0.9},
+}
+"""Sources of the proximal policy and their settings, with defaults; `core.proximal_sources`."""
+
+OPOB_SETTINGS: dict[str, Any] = {
+    "norms": "proxy",
+    "length_normalize": False,
+    **{k: v for k, v in settings_of(opob_advantages).items() if k not in ("lengths", "eps")},
+}
+"""Settings of the advantage ``opob``, with defaults."""
+
+GROUP_CORRECTIONS = tuple(name for name, method in METHODS.items() if method.takes("group_ids"))
+
+
+def head_settings(config: Config) -> dict[str, Any]:
+    """The settings of the head that are set."""
+    own = {key: getattr(config.loss, key) for key in CLIP_KEYS}
+    return {k: v for k, v in own.items() if v is not None} | dict(config.loss.objective_settings)
+
+
+def corrections_of(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Names and settings of the corrections."""
+    given = [dict(correction) for correction in config.loss.corrections]
+    return [(str(correction.pop("name")), correction) for correction in given]
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective; the configuration is a checked one."""
+    loss = config.loss
+    opob = {k: v for k, v in loss.advantage_settings.items() if k != "norms"}
+    return Objective(
+        head=HEADS[loss.objective],
+        settings=head_settings(config),
+        corrections=tuple(corrections_of(config)),
+        normalize_weights=loss.normalize_weights,
+        mask_denominator=loss.mask_denominator,
+        aggregation=loss.aggregation,
+        max_length=config.rollout.max_new_tokens,
+        has_proximal=loss.proximal != "none",
+        opob=opob if loss.advantage == "opob" else None,
+    )
+
+
+def method_problems(config: Config) -> Iterator[str]:
+    """Unknown names, wrong settings, and combinations that the rules forbid."""
+    names = list(_name_problems(config))
+    yield from names or [*_setting_problems(config), *_rule_problems(config)]
+
+
+def probe_problems(config: Config) -> Iterator[str]:
+    """What the objective itself says about its settings, on a batch of two responses."""
+    objective = objective_of(config)
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]])
+    part = Scored(
+        policy_logprobs=logprobs,
+        proximal_logprobs=logprobs,
+        behavior_logprobs=logprobs,
+        advantages=torch.tensor([[1.0, 1.0], [-1.0, -1.0]]),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        rewards=torch.tensor([1.0, 0.0]),
+        group_ids=torch.tensor([0, 0]),
+        score_square_norms=torch.ones(2),
+    )
+    try:
+        (terms,) = prepare(objective, [part], num_tokens=4, num_sequences=2)
+        objective_loss(objective, logprobs, terms)
+    except (TypeError, ValueError) as error:
+        yield f"loss: {error}"
+
+
+def _name_problems(config: Config) -> Iterator[str]:
+    for index, correction in enumerate(config.loss.corrections):
+        where = f"loss.corrections[{index}]"
+        if not isinstance(correction, Mapping) or "name" not in correction:
+            yield f"{where} is {show(correction)}; write a name and settings: {{name: tis, cap: 2}}"
+        elif correction["name"] not in METHODS:
+            yield f"{where}.name is {show(correction['name'])}; " + nearest(
+                correction["name"], METHODS
+            )
+    for key, known in (("objective", HEADS), ("proximal", PROXIMAL_SETTINGS)):
+        value = getattr(config.loss, key)
+        if value not in known:
+            yield f"loss.{key} is {show(value)}; {nearest(value, known)}"
+
+
+def _setting_problems(config: Config) -> Iterator[str]:
+    loss = config.loss
+    known = HEADS[loss.objective].settings
+    for key in CLIP_KEYS:
+        if getattr(loss, key) is None:
+            continue
+        if key not in known:
+            yield (
+                f"loss.{key} is {getattr(loss, key)}, but loss.objective {loss.objective} has no "
+                f"such bound; its settings are {_listed(known)}"
+            )
+        elif key in loss.objective_settings:
+            yield f"loss.{key} and loss.objective_settings.{key} are both set; remove one"
+    yield from _settings("loss.objective_settings", loss.objective_settings, known)
+    yield from _settings(
+        "loss.proximal_settings", loss.proximal_settings, PROXIMAL_SETTINGS[loss.proximal]
+    )
+    known = OPOB_SETTINGS if loss.advantage == "opob" else {}
+    yield from _settings("loss.advantage_settings", loss.advantage_settings, known)
+    norms = loss.advantage_settings.get("norms", "proxy")
+    if norms not in ("proxy", "exact"):
+        yield f"loss.advantage_settings.norms is {show(norms)}; choose from: proxy, exact"
+    for index, (name, settings) in enumerate(corrections_of(config)):
+        where = f"loss.corrections[{index}] ({name})"
+        yield from _settings(where, settings, METHODS[name].settings())
+
+
+def _settings(where: str, given: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that do not exist or have another type than their default."""
+    for key, value in given.items():
+        if key not in known:
+            hint = nearest(key, known) if known else "there are none here"
+            yield f"{where} has no setting {show(str(key))}; {hint}"
+        elif not _fits(value, known[key]):
+            yield f"{where}: {key} is {show(value)}, expected {_kind(known[key])}"
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool | str):
+        return type(value) is type(default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # a number with a default of None may be None, and so may a bound
+    return is_number or value is None
+
+
+def _kind(default: Any) -> str:
+    if isinstance(default, bool):
+        return "true or false"
+    return "text" if isinstance(default, str) else "a number"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _rule_problems(config: Config) -> Iterator[str]:
+    loss, head = config.loss, HEADS[config.loss.objective]
+    names = [name for name, _ in corrections_of(config)]
+    is_plain = loss.objective == "reinforce"
+    weights = [name for name in names if METHODS[name].role != "mask"]
+    if len(set(names)) < len(names):
+        yield f"loss.corrections has {_listed(names)}: one of them twice; list each once"
+    elif len(weights) > 1:
+        yield (
+            f"loss.corrections has the weights {_listed(weights)}, which all contain the ratio to "
+            "the behavior policy: it must be counted once; keep one of them, beside any masks"
+        )
+    for name in weights:
+        if METHODS[name].role == "objective" and not is_plain:
+            yield (
+                f"loss.corrections has {name}, whose weight is the whole ratio of the policy to "
+                f"the behavior policy, and loss.objective {loss.objective} has a ratio too: one "
+                "trust region, and no more; set loss.objective: reinforce"
+            )
+        elif loss.proximal == "none" and not is_plain:
+            yield (
+                f"loss.corrections has {name}, and with loss.proximal none the ratio of "
+                f"loss.objective {loss.objective} already is the one to the behavior policy, which "
+                "must be counted once; set loss.proximal: recompute, or loss.objective: reinforce"
+            )
+    if is_plain and loss.proximal != "none":
+        yield (
+            f"loss.proximal is {loss.proximal}, but loss.objective reinforce has no ratio that "
+            "could be taken to it; set loss.proximal: none"
+        )
+    if head.behavior_anchor and loss.proximal != "none":
+        yield (
+            f"loss.proximal is {loss.proximal}, but loss.objective {loss.objective} measures the "
+            "distance from the behavior policy itself; set loss.proximal: none"
+        )
+    if config.rollout.group_size == 1:
+        whole = [name for name in names if name in GROUP_CORRECTIONS]
+        for name in whole:
+            yield (
+                f"rollout.group_size is 1, but loss.corrections {name} shares one weight out over "
+                "a whole group; use at least 2"
+            )
+    if loss.normalize_weights and not weights:
+        yield "loss.normalize_weights is true, but no correction in loss.corrections has a weight"
+    if loss.mask_denominator == "kept" and not names:
+        yield "loss.mask_denominator is kept, but nothing in loss.corrections rejects a token"
+    optim = config.optim
+    if optim.ess_scaling == "none" and (optim.ess_base != 1.0 or optim.ess_ratio_cap is not None):
+        yield (
+            "optim.ess_base or optim.ess_ratio_cap is set, but optim.ess_scaling is none, which "
+            "ignores them; set optim.ess_scaling: sqrt"
+        )
+
+
+def needs_group(config: Config) -> bool:
+    """Whether the advantage compares the responses of a group."""
+    return config.loss.advantage in GROUP_BASELINES
