@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scripted import HOLD, NAN, NEVER, ScriptedEngine
-from virtual_time import WAIT_FOR_POOL, Killed, Violation, World, simulated
+from virtual_time import BUSY, WAIT_FOR_POOL, Killed, Violation, World, simulated
 
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
@@ -76,7 +76,7 @@ class Scenario:
     @classmethod
     def choose(cls, rng: random.Random) -> Scenario:
         """One of very many."""
-        size = rng.randint(1, 3)
+        size = rng.choice([1, 2, 2, 3])
         mode = rng.choice(["slots", "ahead", "ahead", "rounds"])
         every = rng.randint(1, 2) if mode != "rounds" else 1
         eta = rng.randint(every - 1, 3) if mode == "ahead" else 0
@@ -94,7 +94,7 @@ class Scenario:
         )
         policies: list[AdmissionPolicy] = [AdmitAll(), pace]
         if mode != "slots":
-            policies += [MaxLag(eta)]
+            policies += [MaxLag(eta), MaxLag(eta)]
         admission = MaxLag(0) if mode == "rounds" else rng.choice(policies)
         num_prompts = rng.randint(size, 8)
         epochs = rng.choice([None, 1, 1, 2])
@@ -108,12 +108,12 @@ class Scenario:
             in_rounds=mode == "rounds",
             num_prompts=num_prompts,
             epochs=epochs,
-            steps=rng.randint(2, 6) if epochs is None else epochs * num_prompts // size + 1,
+            steps=rng.randint(2, 8) if epochs is None else epochs * num_prompts // size + 1,
             dynamic_sampling=rng.random() < 0.7,
             evaluate=rng.choice([0.0, 0.3]),
             checkpoint=rng.choice([0.3, 1.0]),
             request_fault=rng.choice([0.0, 0.05, 0.4, 0.9]) if faulty else 0.0,
-            equal_scores=rng.choice([0.0, 0.3]) if faulty else 0.0,
+            equal_scores=rng.choice([0.0, 0.0, 0.3, 0.3, 0.9]) if faulty else 0.0,
             score_fault=rng.choice([0.0, 0.2]) if faulty else 0.0,
             fatal=rng.choice([0.0, 0.0, 0.02]),
             draw_seconds=rng.choice([AGES, AGES, AGES, 6.0, 1.5]),
@@ -192,13 +192,13 @@ class Observer:
         return min(free)
 
     def at_rest(self, what: str) -> None:
-        """The trainer waits for groups, and only time can change anything: all slots are used."""
-        if what != WAIT_FOR_POOL or self.data_ended or self.pool._error is not None:
+        """The trainer trains or waits, and only time can change anything: all slots are used."""
+        if what not in (WAIT_FOR_POOL, BUSY) or self.data_ended or self.pool._error is not None:
             return
         in_flight = len(self.books.out) - len(self.ready)
         if not (self.scenario.in_rounds and in_flight):
             free = self.capacity()
-            self.require(free <= 0, f"{free} slots stay empty although the trainer waits")
+            self.require(free <= 0, f"{free} slots stay empty during {what}")
 
     def settled(self, uid: str, fate: Fate, num_tokens: int) -> None:
         self.note(f"settle {uid} {fate}")
@@ -327,7 +327,7 @@ class Engine(ScriptedEngine):
         if how == NEVER:
             self.script[number] = NEVER
         else:
-            seconds = rng.choice([0.0, 0.5, rng.random(), 3 * rng.random(), 8 * rng.random()])
+            seconds = rng.choice([0.0, 0.5, rng.random(), 3 * rng.random(), 11 * rng.random()])
             end = "finish" if how == "short" else how
             asyncio.get_running_loop().call_later(seconds, self._finish, number, end)
         completions = await super().generate(prompt, n=n, sampling=sampling)

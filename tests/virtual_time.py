@@ -7,6 +7,9 @@ over; where it takes a lock, the loop may run first, as if the trainer had been 
 Time passes only from timer to timer. So a schedule follows from its seed alone, and a wait that
 nothing can end is seen at once.
 
+The rollout loop itself is never preempted inside a callback: races between its locks are left to
+the tests with real threads.
+
 Every primitive checks how it is used: the rollout loop never blocks, locks are taken in the order
 that ARCHITECTURE.md gives, none is taken twice, and nobody waits while holding a second one.
 """
@@ -38,6 +41,7 @@ MAX_STEPS = 50_000
 
 
 WAIT_FOR_POOL = "a wait for the pool"
+BUSY = "training"
 
 
 class Violation(AssertionError):
@@ -103,7 +107,7 @@ class World:
         self.inside_loop = False
         self.is_over = False
         self.at_rest: Callable[[str], None] = lambda _: None
-        """Called when the trainer waits and only time can change anything."""
+        """Called with what the trainer does, when only time can change anything."""
         self.held: dict[bool, list[SimulatedLock]] = {True: [], False: []}
 
     def block(self, over: Callable[[], object], seconds: float | None, what: str) -> bool:
@@ -124,15 +128,19 @@ class World:
     def sleep(self, seconds: float) -> None:
         """The trainer is busy for so long; the loop runs meanwhile."""
         deadline = self.loop.now + seconds
-        while self._step(deadline):
-            pass
+        while True:
+            if not self.loop._ready:
+                self.at_rest(BUSY)
+            if not self._step(deadline):
+                break
         self.loop.now = max(self.loop.now, deadline)
 
     def preempt(self) -> None:
         """The trainer's thread loses the processor for a few callbacks, or not."""
         if not self.inside_loop and not self.held[False] and self.rng.random() < 0.3:
+            back = self.loop.now + self.rng.choice([0.0, 0.0, 0.5])
             for _ in range(self.rng.randrange(1, 12)):
-                self._step(self.loop.now)
+                self._step(back)
 
     def violated(self, what: str) -> Violation:
         """The violation, kept even if someone swallows it."""
