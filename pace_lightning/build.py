@@ -118,6 +118,9 @@ def build(
         config.reward.function,
         num_workers=config.reward.num_workers,
         timeout_seconds=config.reward.timeout_seconds,
+        paths=list(config.reward.paths),
+        environment=list(config.reward.environment),
+        memory_gib=config.reward.memory_gib,
     )
     module = policy_module(config, policy)
     datamodule = RolloutDataModule(

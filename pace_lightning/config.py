@@ -124,10 +124,16 @@ class RewardConfig:
 
     function: str = MISSING
     """``module:function``; called as ``fn(prompts, completions, **columns) -> list[float]``."""
+    paths: list[str] = field(default_factory=list)
+    """Directories to import it from, beside ``PYTHONPATH`` and the installed packages."""
+    environment: list[str] = field(default_factory=list)
+    """Environment variables it needs. It sees no others but harmless ones: no keys, no tokens."""
+    memory_gib: float = 4.0
+    """Of one scoring process; more is an error of the function, not a reward of 0."""
     num_workers: int = 1
     """Processes that score groups at the same time."""
     timeout_seconds: float = 20.0
-    """For one group, from the moment its scoring starts."""
+    """For one group, from the moment its scoring starts; its CPU time may not be more, either."""
     max_error_share: float = 0.1
     """Share of recent groups whose scoring may raise or time out before the run stops."""
     overlong_penalty_tokens: int = 0

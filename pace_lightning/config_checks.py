@@ -99,6 +99,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pace.rate_max": (lambda x: 0 < x < 1, "in (0, 1)"),
     "pace.reserve_groups": (lambda x: x >= 0, "at least 0"),
     "pace.smoothing": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "reward.memory_gib": (lambda x: x > 0, "above 0"),
     "reward.max_error_share": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "reward.overlong_penalty_factor": (lambda x: x >= 0, "at least 0"),
     "reward.overlong_penalty_tokens": (lambda x: x >= 0, "at least 0"),

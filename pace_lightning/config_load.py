@@ -269,6 +269,8 @@ def _expected(hint: Any) -> str:
         return TYPE_NAMES[hint]
     if get_origin(hint) is tuple:
         return f"a list of {len(get_args(hint))} numbers"
+    if get_origin(hint) is list:
+        return "a list of texts"
     return "a mapping with text keys"
 
 

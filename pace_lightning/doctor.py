@@ -106,10 +106,15 @@ def _reward(conf: str) -> str:
     from pace_lightning.config_load import load
     from pace_lightning.tasks.scoring import ScorerPool
 
-    function = load(conf).reward.function
-    pool = ScorerPool(function)
+    reward = load(conf).reward
+    pool = ScorerPool(
+        reward.function,
+        paths=list(reward.paths),
+        environment=list(reward.environment),
+        memory_gib=reward.memory_gib,
+    )
     try:
         pool.start()
     finally:
         pool.close()
-    return function
+    return reward.function

@@ -33,6 +33,12 @@ SMOKE = "conf/smoke.yaml"
 MARK = "PACE_LIGHTNING_TEST_MARK"
 """Environment variable by which all processes of one command are found, whoever adopted them."""
 
+STALL = (
+    "reward.function=rewards_for_runs:stall",
+    "reward.environment=[STALL_AFTER_GROUPS,STALL_FILE]",
+)
+"""Settings of a reward function that hangs when the environment says so."""
+
 VOCABULARY = 100
 MAX_NEW_TOKENS = 4
 

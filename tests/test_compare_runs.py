@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from experiments import ROOT, Command, read_lines, until
+from experiments import ROOT, STALL, Command, read_lines, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pace_lightning.__main__ import main
@@ -191,10 +191,9 @@ def stalled(
     flag = tmp_path / "stalled"
     monkeypatch.setenv("STALL_FILE", str(flag))
     monkeypatch.setenv("STALL_AFTER_GROUPS", "1000000")
-    stall = "reward.function=rewards_for_runs:stall"
     # settings of its own for each test, so that none finds the run of another
     own = f"reward.timeout_seconds={300 + len(request.node.name)}"
-    file = write(directory, request.node.name, ("stalled", stall, own), SYNC)
+    file = write(directory, request.node.name, ("stalled", *STALL, own), SYNC)
     now = {"STALL_AFTER_GROUPS": "3"}
     with Command(
         tmp_path / "log", "compare", file, environment=now, directory=directory

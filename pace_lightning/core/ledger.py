@@ -125,11 +125,23 @@ class Ledger:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the counts of a checkpoint, with nothing pending."""
+        """Go on from the counts of a checkpoint, with nothing pending.
+
+        Raises:
+            ValueError: if they are damaged. Nothing changes then.
+        """
+        groups, tokens = ({Fate(k): n for k, n in state[x].items()} for x in ("groups", "tokens"))
+        rejections = dict(state["rejections"])
+        trained = {*state["trained_prompts"]}
+        for count in (*groups.values(), *tokens.values(), *rejections.values()):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"the ledger is damaged: {count!r:.80} is not a count")
+        for index in (*trained, *rejections):
+            if not isinstance(index, str):
+                raise ValueError(f"the ledger is damaged: {index!r:.80} is not a prompt")
         with self._lock:
-            self._groups = Counter({Fate(key): count for key, count in state["groups"].items()})
-            self._tokens = Counter({Fate(key): count for key, count in state["tokens"].items()})
-            self._trained = set(state["trained_prompts"])
-            self._rejections = Counter(state["rejections"])
+            self._groups, self._tokens = Counter(groups), Counter(tokens)
+            self._trained = trained
+            self._rejections = Counter(rejections)
             self._open = set()
-            self._leased = sum(self._groups.values())
+            self._leased = sum(groups.values())

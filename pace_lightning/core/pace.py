@@ -172,8 +172,7 @@ def rescore(behavior_logprobs: Sequence[float], new_logprobs: Sequence[float]) -
     """
     lengths = len(behavior_logprobs), len(new_logprobs)
     _require(lengths[0] == lengths[1], "(old, new) number of log-probs", lengths, "equal ones")
-    # not(x <= 0) is also true for NaN
-    bad = [x for x in (*behavior_logprobs, *new_logprobs) if not -1e30 < x <= 1e-6]
+    bad = [x for x in (*behavior_logprobs, *new_logprobs) if not -1e30 < x <= 1e-6]  # or NaN
     _require(not bad, "log-prob of a prefix token", bad[:1], "finite ones, at most 0")
     changes = [new - old for old, new in zip(behavior_logprobs, new_logprobs, strict=True)]
     return PrefixRescore(
@@ -274,7 +273,9 @@ class PaceState:
 
     @classmethod
     def from_primitives(cls, state: Mapping[str, Any]) -> PaceState:
-        """The inverse of `to_primitives`."""
+        """The inverse of `to_primitives`; refuses what it cannot have made."""
+        for x in (*state["budget"].values(), *state["drift"], *state["rejections"].values()):
+            _require(0 <= x < math.inf, "a value of the saved state", x, "finite, at least 0")
         return cls(BudgetState(**state["budget"]), tuple(state["drift"]), dict(state["rejections"]))
 
 

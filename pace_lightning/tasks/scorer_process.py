@@ -1,11 +1,16 @@
 """The process in which a reward function runs, and the parent's handle on it.
 
-    python -m pace_lightning.tasks.scorer_process FUNCTION PARENT_PID REQUEST REPLY LIFELINE
+    python -P scorer_process.py SETTINGS PARENT_PID REQUEST REPLY LIFELINE
 
-The function is given as ``module:function``, the pipes as file descriptors.
-Requests and replies are JSON, each preceded by its length in 8 bytes, over pipes of their own: what
-the function prints goes to stderr and disturbs nothing. The function is called in the main thread,
-so that it may use signals.
+The settings are JSON, see `ScorerSettings`; the pipes are file descriptors. Requests and replies
+are JSON, each preceded by its length in 8 bytes, over pipes of their own: what the function prints
+goes to stderr and disturbs nothing. The function is called in the main thread, so that it may use
+signals.
+
+It is imported from the declared paths, from ``PYTHONPATH`` and from installed packages, not from
+the current directory. Of the environment it sees what is on a list, which holds no secret. Its
+memory, and its CPU time for one group, are limited. All that is against accidents: it runs with the
+rights of the user, in no sandbox.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import logging
 import math
 import os
 import pkgutil
+import resource
 import select
 import signal
 import subprocess
@@ -27,7 +33,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -35,8 +43,31 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = 8
 _MAX_ERROR_CHARACTERS = 20_000
 _POLL_SECONDS = 0.2
-_DISTRIBUTED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_SCRUBBED = {*_DISTRIBUTED, "MASTER_ADDR", "MASTER_PORT"}
+_PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
+    *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    "CUDA_VISIBLE_DEVICES",
+)
+"""Environment variables that every scorer may see, beside those that start as below."""
+_PASSED_PREFIXES = ("LC_", "PACE_LIGHTNING_")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSettings:
+    """What a scorer process is and may do."""
+
+    function: str
+    """``module:function``."""
+    paths: tuple[str, ...] = ()
+    """Directories to import from, before all others."""
+    environment: tuple[str, ...] = ()
+    """Environment variables to pass on, beside the harmless ones."""
+    memory_gib: float = 4.0
+    """Of data: heap, stacks and private mappings."""
+    cpu_seconds: float = 20.0
+    """For one group, over all threads."""
 
 
 class DeadlinePassed(Exception):
@@ -50,15 +81,15 @@ class ProcessDied(Exception):
 class ScorerProcess:
     """The parent's side: one scorer process and our ends of its pipes."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, settings: ScorerSettings) -> None:
         """Start it; it greets with a message when it has imported the function."""
         self.ready = False
         request, self._request = os.pipe()
         self._reply, reply = os.pipe()
         # never written to: its end tells the child that we are gone
         lifeline, self._lifeline = os.pipe()
-        environment = {name: value for name, value in os.environ.items() if name not in _SCRUBBED}
-        command = [sys.executable, "-m", "pace_lightning.tasks.scorer_process", function]
+        # -P: neither the current directory nor this file's can shadow a module
+        command = [sys.executable, "-P", __file__, json.dumps(asdict(settings))]
         try:
             self._popen = subprocess.Popen(
                 [*command, *map(str, (os.getpid(), request, reply, lifeline))],
@@ -66,7 +97,7 @@ class ScorerProcess:
                 stdout=2,
                 start_new_session=True,
                 pass_fds=(request, reply, lifeline),
-                env={**environment, "OMP_NUM_THREADS": "1"},
+                env=_environment(os.environ, settings.environment),
             )
         except BaseException:
             self._close_pipes()
@@ -144,7 +175,7 @@ class ScorerProcess:
 
 def main(arguments: Sequence[str]) -> int:
     """Say that the function is ready, or why not; then serve requests until the pipe is closed."""
-    function = arguments[0]
+    settings = ScorerSettings(**json.loads(arguments[0]))
     parent, request_fd, reply_fd, lifeline_fd = (int(argument) for argument in arguments[1:])
     for fd in (request_fd, reply_fd, lifeline_fd):
         os.set_inheritable(
@@ -152,15 +183,17 @@ def main(arguments: Sequence[str]) -> int:
         )  # programs started by the function must not hold our pipes open
     os.dup2(2, 1)
     _die_with_parent(parent, lifeline_fd)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _limit_memory(settings.memory_gib)
+    _import_own_package()
+    sys.path[:0] = settings.paths
     try:
-        reward = load_function(function)
+        reward = load_function(settings.function)
     except _NotLoadable as error:
         _send(reply_fd, {"error": str(error)})
         return 1
     _send(reply_fd, {"ready": True})
     while (request := _receive(request_fd)) is not None:
+        _limit_cpu(settings.cpu_seconds)
         _send(reply_fd, _judge(reward, request))
     return 0
 
@@ -180,7 +213,8 @@ def load_function(function: str) -> Callable[..., Any]:
             near = _near(error.name, _sibling_modules(error.name))
         raise _NotLoadable(
             f"cannot import module {module_name!r} of reward function {function!r}{near} "
-            f"(searched from {os.getcwd()!r}):\n{traceback.format_exc()}"
+            "(looked in reward.paths, PYTHONPATH and the installed packages, not in the current "
+            f"directory; name its directory in reward.paths):\n{traceback.format_exc()}"
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -215,10 +249,51 @@ def _judge(reward: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any
     try:
         returned = reward(prompts=prompts, completions=completions, **columns)
         return {"rewards": _numbers(returned, n)}
-    except BaseException:  # also SystemExit, and time-outs that are not Exceptions
-        return {"error": traceback.format_exc()[-_MAX_ERROR_CHARACTERS:]}
+    except BaseException as error:  # also SystemExit, and time-outs that are not Exceptions
+        # what filled the memory may still be there
+        spent = isinstance(error, MemoryError)
+        return {"error": traceback.format_exc()[-_MAX_ERROR_CHARACTERS:], "spent": spent}
     finally:
         signal.alarm(0)  # an alarm left behind would kill the process during a later group
+
+
+def _environment(inherited: Mapping[str, str], declared: Sequence[str]) -> dict[str, str]:
+    """What the process may see of the parent's environment."""
+    passed = {
+        name: value
+        for name, value in inherited.items()
+        if name in _PASSED or name in declared or name.startswith(_PASSED_PREFIXES)
+    }
+    return {**passed, "OMP_NUM_THREADS": "1"}
+
+
+def _import_own_package() -> None:
+    """Import this package from where this file is, wherever else one is installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    sys.path.insert(0, root)
+    try:
+        importlib.import_module("pace_lightning.tasks")
+    finally:
+        sys.path.remove(root)
+
+
+def _limit_memory(gib: float) -> None:
+    """Allocations beyond it raise MemoryError. Linux counts private mappings, too."""
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_DATA, int(gib * _GIB))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """The kernel ends the process with SIGXCPU when all its threads have used so much more."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _lower_limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds))
+
+
+def _lower_limit(kind: int, value: int) -> None:
+    """Set the soft limit; the hard one, which was there before us, stays."""
+    _, hard = resource.getrlimit(kind)
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (soft, hard))
 
 
 def _numbers(returned: Any, n: int) -> list[float]:

@@ -12,15 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from pace_lightning.tasks.scorer_process import DeadlinePassed, ProcessDied, ScorerProcess
+from pace_lightning.tasks.scorer_process import (
+    DeadlinePassed,
+    ProcessDied,
+    ScorerProcess,
+    ScorerSettings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +65,9 @@ class ScorerPool:
         num_workers: int = 1,
         timeout_seconds: float = 20.0,
         startup_timeout_seconds: float = 30.0,
+        paths: Sequence[str] = (),
+        environment: Sequence[str] = (),
+        memory_gib: float = 4.0,
     ) -> None:
         """Describe the pool; ``start`` starts it.
 
@@ -66,21 +76,42 @@ class ScorerPool:
                 list[float]`` with keyword arguments; columns are lists with one entry per
                 completion.
             num_workers: Processes, i.e. groups scored at once.
-            timeout_seconds: For one group, from the moment a process begins to score it.
+            timeout_seconds: For one group, from the moment a process begins to score it; also the
+                CPU time that all its threads together may use.
             startup_timeout_seconds: For starting a process and importing the function.
+            paths: Directories to import from, beside ``PYTHONPATH`` and installed packages.
+            environment: Names of environment variables that the processes need; of the others
+                they see only harmless ones.
+            memory_gib: Of one process.
         """
         if not re.fullmatch(r"[\w.]+:\w+", function):
             raise ValueError(
                 f"reward function {function!r}; needed 'module:function', e.g. "
                 "'my_rewards:exact_match'"
             )
-        if num_workers < 1 or timeout_seconds <= 0 or startup_timeout_seconds <= 0:
+        if num_workers < 1 or min(timeout_seconds, startup_timeout_seconds, memory_gib) <= 0:
             raise ValueError(
                 f"num_workers = {num_workers}, timeout_seconds = {timeout_seconds}, "
-                f"startup_timeout_seconds = {startup_timeout_seconds}; needed at least 1 worker "
-                "and positive times"
+                f"startup_timeout_seconds = {startup_timeout_seconds}, memory_gib = {memory_gib}; "
+                "needed at least 1 worker, positive times and memory"
+            )
+        if absent := [path for path in paths if not Path(path).is_dir()]:
+            raise ValueError(
+                f"reward.paths has {absent}, which are no directories here (looked from "
+                f"{os.getcwd()!r}); correct or remove them"
+            )
+        if unset := [name for name in environment if name not in os.environ]:
+            raise ValueError(
+                f"reward.environment has {unset}, which are not set here; set or remove them"
             )
         self._function = function
+        self._settings = ScorerSettings(
+            function=function,
+            paths=tuple(os.path.abspath(path) for path in paths),
+            environment=tuple(environment),
+            memory_gib=memory_gib,
+            cpu_seconds=timeout_seconds,
+        )
         self._num_workers = num_workers
         self._timeout = timeout_seconds
         self._startup_timeout = startup_timeout_seconds
@@ -107,7 +138,7 @@ class ScorerPool:
         try:
             with self._changed:
                 for _ in range(self._num_workers):
-                    self._processes.append(ScorerProcess(self._function))
+                    self._processes.append(ScorerProcess(self._settings))
                 starting = list(self._processes)
             for process in starting:
                 self._wait_ready(process)
@@ -162,13 +193,16 @@ class ScorerPool:
             self._check_open()
             raise ScorerError(
                 f"the process of reward function {self._function!r} died {status} while it scored "
-                f"{len(completions)} completions (crash, exit or out of memory?); a fresh one "
-                "takes its place"
+                f"{len(completions)} completions (crash, exit, out of memory, or more than "
+                f"{self._timeout} s of CPU time?); a fresh one takes its place"
             ) from None
         except BaseException:  # the pipe may hold half a message
             self._replace(process)
             raise
-        self._release(process)
+        if reply.get("spent"):
+            self._replace(process)
+        else:
+            self._release(process)
         if "error" in reply:
             raise ScorerError(f"reward function {self._function!r} failed:\n{reply['error']}")
         return [float(reward) for reward in reply["rewards"]]
@@ -259,7 +293,7 @@ class ScorerPool:
             self._processes.remove(process)
             try:
                 if not self._closed:
-                    fresh = ScorerProcess(self._function)
+                    fresh = ScorerProcess(self._settings)
                     self._processes.append(fresh)
                     self._idle.append(fresh)
             finally:

@@ -126,6 +126,12 @@ def normalize_rows(
                 f"{where}, column {answer_column!r}: the answer is {_brief(answer)}; needed a "
                 "string: write it as text, or drop the row"
             )
+        for name, text in (("prompt", prompt_text(prompt)), ("answer", answer)):
+            if not _is_unicode(text):
+                raise ValueError(
+                    f"{where}: the {name} is {_brief(text)}, which holds half a surrogate pair; "
+                    "needed text that can be written as UTF-8: repair or drop the row"
+                )
         normalized.append({"prompt": prompt, "answer": answer, **others})
     return normalized
 
@@ -177,6 +183,15 @@ def prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
+def _is_unicode(text: str) -> bool:
+    """JSON can spell text that no encoding can write, and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _prompt(value: Any, *, where: str) -> str | list[dict[str, str]]:
     """A string or messages of role and content; keys with None (parquet adds some) are dropped."""
     if isinstance(value, str) and value.strip():
@@ -222,7 +237,7 @@ def _read_file(path: Path) -> list[Row]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
+            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, endless nesting
                 raise ValueError(
                     f"{path}, line {number}: not JSON ({error}); one object per line is needed"
                 ) from error

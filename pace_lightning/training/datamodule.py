@@ -232,14 +232,30 @@ class RolloutDataModule(pl.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: unsettled prompts are asked again, first."""
-        self._prompts.load_state_dict(state_dict["prompts"])
-        self.ledger.load_state_dict(state_dict["ledger"])
-        accepted = state_dict["policy_version"] * self._groups_per_step
-        self.pool.load_state_dict(state_dict["pool"], accepted=accepted)
-        self.tokens_trained = state_dict["tokens_trained"]
-        self._tokens_generated_before = state_dict["tokens_generated"]
-        self.evaluations = dict(state_dict["evaluations"])
+        """Go on from a checkpoint: unsettled prompts are asked again, first.
+
+        Raises:
+            ValueError: if the state is damaged, or of another run.
+        """
+        try:
+            self._load(state_dict)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"the checkpoint's state of the rollout side cannot be used ({error!r:.300}); "
+                "remove this checkpoint to go on from the one before it, or start a new run"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state["prompts"])
+        self.ledger.load_state_dict(state["ledger"])
+        for name in ("policy_version", "tokens_trained", "tokens_generated"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"{name} is {state[name]!r:.80}; needed an integer of at least 0")
+        accepted = state["policy_version"] * self._groups_per_step
+        self.pool.load_state_dict(state["pool"], accepted=accepted)
+        self.tokens_trained = state["tokens_trained"]
+        self._tokens_generated_before = state["tokens_generated"]
+        self.evaluations = dict(state["evaluations"])
 
     # --- called by `WeightSync` and by the command that runs the experiment -----------------------
 

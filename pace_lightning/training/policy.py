@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def load_tokenizer(path: str) -> Any:
 
     name = local_model(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {name!r}: {_first_line(error)}"
@@ -110,7 +111,7 @@ def load_policy(
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A causal LM in ``dtype``.
+    """A causal LM in ``dtype``. Code that comes with it is never run.
 
     Args:
         path: see `resolve`.
@@ -127,7 +128,7 @@ def load_policy(
     name = local_model(path)
     try:
         if random_init:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(
@@ -135,9 +136,13 @@ def load_policy(
                 )
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                name, attn_implementation=attention, dtype=dtype
+                name,
+                attn_implementation=attention,
+                dtype=dtype,
+                trust_remote_code=False,
+                weights_only=True,
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UnpicklingError) as error:
         raise ModelError(
             f"no model could be loaded from {name!r}: {_first_line(error)}. Give a local "
             "directory, a GGUF file, or a hub id that this machine can reach"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from experiments import (
     SMOKE,
+    STALL,
     Command,
     DeterministicEngine,
     InProcessScorer,
@@ -328,7 +329,7 @@ def test_a_signal_while_the_trainer_waits_for_groups_ends_the_run_and_every_proc
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     run_dir, stalled = tmp_path / "run", tmp_path / "stalled"
-    settings = [f"run_dir={run_dir}", "reward.function=rewards_for_runs:stall", *LONG_RUN]
+    settings = [f"run_dir={run_dir}", *STALL, *LONG_RUN]
     # 2 evaluation prompts, 2 steps of 4 groups, and 3 groups of a third step
     environment = {"STALL_AFTER_GROUPS": "13", "STALL_FILE": str(stalled)}
     settings += ["reward.timeout_seconds=300"]
@@ -349,7 +350,7 @@ def test_a_signal_while_the_trainer_waits_for_groups_ends_the_run_and_every_proc
 @pytest.mark.slow
 def test_the_scorer_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> None:
     run_dir, stalled = tmp_path / "run", tmp_path / "stalled"
-    settings = [f"run_dir={run_dir}", "reward.function=rewards_for_runs:stall", *LONG_RUN]
+    settings = [f"run_dir={run_dir}", *STALL, *LONG_RUN]
     environment = {"STALL_AFTER_GROUPS": "5", "STALL_FILE": str(stalled)}
     with Command(tmp_path / "log", "train", SMOKE, *settings, environment=environment) as command:
         command.until(stalled.exists, seconds=60, what="a reward function that hangs")
