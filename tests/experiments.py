@@ -172,10 +172,15 @@ class DeterministicEngine(ScriptedEngine):
     """Follows a script, and answers with `respond`."""
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """Responses of the weights that were published last."""
-        completions = await super().generate(prompt, n=n, sampling=sampling)
+        completions = await super().generate(prompt, n=n, sampling=sampling, finished=finished)
         version, weights = self.weights[-1]
         return [
             replace(c, token_ids=tokens, logprobs=logprobs, versions=(version,) * len(tokens))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
+from pace_lightning.rollout.supervision import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def temporary_threads(engine: RolloutEngine, num_threads: int | None) -> Iterato
 
 
 async def evaluate(
-    engine: RolloutEngine,
+    engine: Supervisor,
     score: Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]],
     prompts: Sequence[Prompt],
     *,
@@ -162,6 +163,7 @@ async def evaluate(
         except (RequestError, ScoringFailedError) as error:
             log.warning("evaluation prompt %s was not scored: %s", prompt.uid, error)
             why = str(error)
+        engine.say(f"evaluation prompt {prompt.uid} ended")
         return EvaluatedPrompt(prompt, tuple(completions), tuple(scores), why)
 
     try:

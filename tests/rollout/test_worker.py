@@ -349,7 +349,7 @@ def test_a_log_prob_that_is_not_a_number_fails_its_group_and_is_never_trained_on
 
 def test_a_response_too_few_fails_its_group(make_rig):
     class Miser(ScriptedEngine):
-        async def generate(self, prompt, *, n, sampling):
+        async def generate(self, prompt, *, n, sampling, finished=None):
             completions = await super().generate(prompt, n=n, sampling=sampling)
             return completions[: 1 if len(self.requests) == 1 else n]
 
