@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from pace_lightning.build_reliability import patience
 from pace_lightning.build_tasks import (
     judge,
     prompts_of,
@@ -143,6 +144,7 @@ def build(
         eval_samples=config.eval.samples,
         eval_timeout_seconds=config.eval.timeout_seconds,
         group_timeout_seconds=config.rollout.timeout_seconds,
+        patience=patience(config),
         drop_zero_variance=config.rollout.dynamic_sampling,
         max_empty_groups=config.trainer.max_empty_groups,
         require_gradient=config.loss.kl_coef == 0,

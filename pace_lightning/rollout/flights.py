@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-ENGINE = "the engine (rollout.timeout_seconds)"
-SCORER = "the scorer (reward.timeout_seconds)"
+ENGINE, SCORER = "engine", "scorer"
+SETTINGS = {ENGINE: "rollout.timeout_seconds", SCORER: "reward.timeout_seconds"}
+"""Whom a group waits for, and the setting that bounds the wait."""
 
 
 @dataclass(slots=True)
@@ -25,10 +26,15 @@ class Flight:
     since: float = field(default_factory=time.monotonic)
     event_at: float = field(default_factory=time.monotonic)
 
+    @property
+    def setting(self) -> str:
+        """What bounds its present wait."""
+        return SETTINGS[self.waits_for]
+
     def describe(self, now: float) -> str:
         """One line."""
         return (
-            f"prompt {self.uid} waits for {self.waits_for}: {self.event} "
+            f"prompt {self.uid} waits for the {self.waits_for} ({self.setting}): {self.event} "
             f"{now - self.event_at:.1f} s ago, in flight for {now - self.since:.1f} s"
         )
 
