@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pace_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-COMMANDS = {"__main__.py", "build.py", "build_tasks.py", "doctor.py", "run.py"}
+COMMANDS = {
+    "__main__.py",
+    "build.py",
+    "build_reliability.py",
+    "build_tasks.py",
+    "doctor.py",
+    "run.py",
+}
 """Top-level modules that may know everything, and may talk to the user."""
 
 READERS = {"compare/grid.py", "compare/report.py", "compare/runs.py"}

@@ -27,6 +27,8 @@ EXIT_CODE = 75
 GRACE_SECONDS = 60.0
 """Longer than a bounded teardown takes."""
 _LOOK_SECONDS = 5.0
+_ALL_STEPS_SECONDS = 30.0
+"""More than the steps of stages 1 and 2 take together, each with its own limit."""
 _STDERR = 2
 
 TRAINER_WAITS: dict[str | None, tuple[str, str]] = {
@@ -140,7 +142,7 @@ class Watchdog:
         look = min(_LOOK_SECONDS, self._limit_seconds / 10)
         seen, quiet = self._progress(), 0.0
         while True:
-            self._arm()
+            _leave_after(self._limit_seconds + self._grace_seconds)
             if self._over.wait(look):
                 return
             now = self._progress()
@@ -150,11 +152,8 @@ class Watchdog:
                 break
         self._bite()
 
-    def _arm(self) -> None:
-        limit = self._limit_seconds + self._grace_seconds
-        faulthandler.dump_traceback_later(limit, exit=True, file=_STDERR)
-
     def _bite(self) -> None:
+        _leave_after(self._grace_seconds + _ALL_STEPS_SECONDS)
         try:
             report = self._report()
         except Exception as error:
@@ -171,6 +170,11 @@ class Watchdog:
         )
         _try(lambda: self._last_words(report), seconds=5.0)
         self._leave(EXIT_CODE)
+
+
+def _leave_after(seconds: float) -> None:
+    """Stage 3; replaces what was asked for before."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 
 
 def _say(text: str) -> None:
