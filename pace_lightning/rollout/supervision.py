@@ -97,6 +97,8 @@ class Supervisor:
         self._kept: tuple[dict[str, Tensor], PolicyVersion] | None = None
         self._life = 0  # grows with each restart
         self._reviving: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        """Held by a publication and by a restart: either would pull the engine from the other."""
         self.incidents = Incidents()
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
@@ -195,12 +197,14 @@ class Supervisor:
         """
 
         async def load() -> float:
-            return await self._load(weights, version, rescore=rescore)
+            async with self._changing:
+                seconds = await self._load(weights, version, rescore=rescore)
+                if self._patience.max_restarts and not self._engine.keeps_weights:
+                    self._kept = await asyncio.to_thread(_copy, weights), version
+                return seconds
 
         seconds = await (self._survive(load) if self._has_weights else load())
         self._has_weights = True
-        if self._patience.max_restarts and not self._engine.keeps_weights:
-            self._kept = await asyncio.to_thread(_copy, weights), version
         return seconds
 
     async def _load(
@@ -231,6 +235,10 @@ class Supervisor:
                     await asyncio.shield(self._reviving)
 
     async def _restart(self, error: EngineError) -> None:
+        async with self._changing:
+            await self._start_again(error)
+
+    async def _start_again(self, error: EngineError) -> None:
         limit = self._patience.max_restarts
         while True:
             if self.incidents.engine_restarts >= limit:

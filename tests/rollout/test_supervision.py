@@ -306,6 +306,25 @@ def test_a_publication_waits_for_a_restart(make_rig):
     assert [version for version, _ in rig.engine.weights] == [1, 1, 2]
 
 
+def test_a_restart_waits_for_a_publication_and_keeps_its_weights(make_rig):
+    rig = mortal(make_rig, default=HOLD, dispatch=FixedSlots(1))
+    rig.publish(1)
+    rig.worker.train()
+    (request,) = rig.engine.await_live(1)
+    rig.engine.load_gate.shut()
+    publishing = in_thread(lambda: rig.publish(2))
+    rig.engine.load_gate.await_reached()
+    request.finish(dies())
+    rig.let_run()
+    assert rig.engine.num_starts == 1
+    rig.engine.load_gate.open()
+    publishing()
+    rig.engine.until(lambda: rig.engine.num_starts == 2, "a restart")
+    rig.engine.await_live(1)[0].finish()
+    assert rig.draw(1, version=2)[0].trajectories[0].token_versions == (2, 2)
+    assert [version for version, _ in rig.engine.weights] == [1, 2, 2]
+
+
 def test_closing_in_the_middle_of_a_restart_leaves_nothing(make_rig):
     rig = mortal(make_rig, {1: dies()}, dispatch=FixedSlots(1))
     rig.publish(1)
