@@ -40,7 +40,7 @@ def watchdog(config: Config, experiment: Experiment, last_words: Callable[[str],
     limit = watchdog_limit(config)
 
     def progress() -> Hashable:
-        return ledger.present, worker.flights.num_events, pool.num_accepted
+        return ledger.present, worker.progress
 
     def report() -> str:
         return who_waits(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -188,9 +189,7 @@ def _fit(
             after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
             after = after or _validate(experiment)
         with experiment.time_ledger.span("checkpoint"):
-            target = run_dir / "checkpoints" / "final"
-            experiment.module.policy.save_pretrained(target)
-            experiment.tokenizer.save_pretrained(target)
+            _export(experiment, run_dir / "checkpoints" / "final")
         return 0
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -205,6 +204,19 @@ def _fit(
         watch.close()
         if experiment is not None:
             _print_summary(summary, run_dir, emit)
+
+
+def _export(experiment: Experiment, target: Path) -> None:
+    """The model for others to load; a run that is ended meanwhile leaves none or the one before."""
+    scratch = target.with_name(f".{target.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        experiment.module.policy.save_pretrained(scratch)
+        experiment.tokenizer.save_pretrained(scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -65,8 +65,14 @@ def get_stuck():
         ctypes.CDLL(None).sleep(1000)
 
 
+def get_stuck_soon_noticed():
+    at_step(get_stuck)
+    build_reliability.watchdog_limit = lambda _: WATCHDOG_SECONDS
+
+
 def hold_in_checkpoint():
     def save_checkpoint(self, checkpoint, path, storage_options=None):
+        Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(b"half of a checkpoint")
         hold()
 
@@ -127,7 +133,7 @@ FAULTS = {
     "break_step": lambda: at_step(break_step),
     "break_step_and_teardown": break_step_and_teardown,
     "crash_engine": crash_engine,
-    "get_stuck": lambda: at_step(get_stuck),
+    "get_stuck": get_stuck_soon_noticed,
     "hold_in_checkpoint": hold_in_checkpoint,
     "hold_in_export": hold_in_export,
     "hold_in_publication": hold_in_publication,
@@ -137,5 +143,4 @@ FAULTS = {
 if __name__ == "__main__":
     FAULTS[os.environ["FAULT"]]()
     watchdog.GRACE_SECONDS = 1.0
-    build_reliability.watchdog_limit = lambda _: WATCHDOG_SECONDS
     command_line._leave(command_line.main(sys.argv[1:]))

@@ -191,6 +191,7 @@ class ScriptedEngine:
         self.default = default
         self.num_threads: int | None = 1
         self.keeps_weights = False
+        self.num_tokens_generated = 0
         self.rescore_seconds = 0.0
         self.changed = threading.Condition()
         self.requests: list[Request] = []

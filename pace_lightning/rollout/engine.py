@@ -69,6 +69,11 @@ class RolloutEngine(Protocol):
     """
 
     @property
+    def num_tokens_generated(self) -> int:
+        """Tokens sampled since the start; any thread."""
+        ...
+
+    @property
     def rescore_seconds(self) -> float:
         """Time that re-scoring has added to generation since the start; any thread."""
         ...

@@ -37,7 +37,7 @@ from pace_lightning.rollout.groups import (
     too_many_failures,
 )
 from pace_lightning.rollout.loop_thread import LoopThread
-from pace_lightning.rollout.supervision import GroupTimeoutError, Incidents, Patience, Supervisor
+from pace_lightning.rollout.supervision import GroupTimeoutError, Patience, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class RolloutWorker(LoopThread):
         self._supervisor = Supervisor(
             engine, patience, group_timeout_seconds=group_timeout_seconds, say=self.flights.say
         )
+        self.incidents = self._supervisor.incidents
         self._pool = pool
         self._lease = lease
         self._settle = settle
@@ -126,9 +127,9 @@ class RolloutWorker(LoopThread):
         return len(self.flights)
 
     @property
-    def incidents(self) -> Incidents:
-        """What went wrong since the start and was dealt with."""
-        return self._supervisor.incidents
+    def progress(self) -> tuple[int, int]:
+        """Changes whenever something happens on the rollout side."""
+        return self.flights.num_events, self._engine.num_tokens_generated
 
     @property
     def num_tokens_generated(self) -> int:
@@ -225,9 +226,11 @@ class RolloutWorker(LoopThread):
             raise
         finally:
             self._ending = True
-            for task in self._tasks:
+            # publications and evaluations too: an engine that is paused is slow to close
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._supervisor.close()
 
     def _on_error(self, error: BaseException) -> None:
