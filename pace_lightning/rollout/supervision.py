@@ -107,10 +107,7 @@ class Supervisor:
         await self._engine.start(clock)
 
     async def close(self) -> None:
-        """Close the engine, also in the middle of a restart."""
-        if self._reviving is not None:
-            self._reviving.cancel()
-            await asyncio.gather(self._reviving, return_exceptions=True)
+        """Close the engine. The tasks of the loop, a restart among them, were cancelled before."""
         await self._engine.close()
 
     async def generate_group(

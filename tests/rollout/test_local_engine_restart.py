@@ -57,10 +57,13 @@ def test_closing_fails_what_generates_at_once():
     async def scenario(engine, steps):
         task = asyncio.ensure_future(engine.generate(PROMPT, n=2, sampling=Sampling(100)))
         await until(lambda: steps.count > 3, "a few steps")
+        manager, stop = engine._manager, engine._manager.stop
+        manager.stop = lambda **_: None  # one that does not end in time
         await engine.close()
         async with asyncio.timeout(0.5):  # sooner than a look after its health
             with pytest.raises(EngineError, match="closed"):
                 await task
+        await asyncio.to_thread(stop, block=True, timeout=10.0, hard_stop=True)
 
     with_engine(scenario, stop_token_ids=[NEVER])
 

@@ -306,6 +306,41 @@ def test_a_publication_waits_for_a_restart(make_rig):
     assert [version for version, _ in rig.engine.weights] == [1, 1, 2]
 
 
+def test_nothing_is_asked_of_an_engine_that_runs_again_but_has_no_weights_yet(make_rig):
+    rig = mortal(make_rig, {1: dies()}, dispatch=FixedSlots(1))
+    rig.publish(1)
+    rig.engine.load_gate.shut()
+    rig.worker.train()
+    rig.engine.load_gate.await_reached()
+    evaluating = in_thread(lambda: evaluate(rig))
+    rig.let_run()
+    assert len(rig.engine.requests) == 1
+    rig.engine.load_gate.open()
+    assert len(evaluating()) == 3
+    assert {version for request in rig.engine.requests for version in request.versions} == {1}
+
+
+def test_an_error_of_the_life_before_the_restart_causes_no_second_one(make_rig):
+    class Forgetful(ScriptedEngine):
+        async def close(self):
+            if self.num_starts > 1:
+                await super().close()
+
+    engine = Forgetful(default=HOLD)
+    rig = make_rig(engine, patience=Patience(max_restarts=5), dispatch=FixedSlots(2)).start()
+    rig.publish(0)
+    rig.worker.train()
+    first, second = engine.await_live(2)
+    engine.default = FINISH
+    first.finish(dies())
+    assert len(rig.step(1, 0)) == 1
+    second.finish(dies())
+    rig.step(2, 0)
+    engine.until(lambda: second not in engine.live, "the end of the second")
+    rig.let_run()
+    assert rig.worker.incidents.engine_restarts == 1
+
+
 def test_a_restart_waits_for_a_publication_and_keeps_its_weights(make_rig):
     rig = mortal(make_rig, default=HOLD, dispatch=FixedSlots(1))
     rig.publish(1)
