@@ -1,7 +1,7 @@
 """The command line: ``python -m pace_lightning COMMAND ...``.
 
-Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 130 Ctrl-C;
-143 SIGTERM.
+Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 the run
+hung and could not be ended otherwise; 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from pace_lightning.build_objective import policy_module
+from pace_lightning.build_reliability import patience
 from pace_lightning.build_tasks import (
     judge,
     prompts_of,
@@ -147,6 +148,7 @@ def build(
         eval_samples=config.eval.samples,
         eval_timeout_seconds=config.eval.timeout_seconds,
         group_timeout_seconds=config.rollout.timeout_seconds,
+        patience=patience(config),
         drop_zero_variance=config.rollout.dynamic_sampling,
         max_empty_groups=config.trainer.max_empty_groups,
         require_gradient=config.loss.kl_coef == 0,

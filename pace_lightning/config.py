@@ -167,6 +167,13 @@ class EngineConfig:
     startup_timeout_seconds: float = 120.0
     publish_timeout_seconds: float = 120.0
     """For one publication of weights: pause, load, verify, resume."""
+    max_retries: int = 3
+    """Failed requests of one group that are asked again; then the group has failed."""
+    max_restarts: int = 2
+    """Restarts of a dead engine during one run, at the version it had; then the run ends.
+
+    Above 0, an engine with processes of its own has a copy of the published weights kept for it.
+    """
 
 
 @dataclass
@@ -190,6 +197,15 @@ class RolloutConfig:
     """
     timeout_seconds: float = 600.0
     """For one group, from dispatch to its last token."""
+    on_timeout: str = "settle"
+    """What becomes of a group past its deadline.
+
+    ``settle``: it ends as timed_out; ``retry``: its missing responses are asked for once more, then
+    it is settled; ``complete``: it is trained on with the responses that are finished, which favors
+    short ones, or settled if there are fewer than ``min_responses``.
+    """
+    min_responses: int = 2
+    """Finished responses that ``on_timeout: complete`` needs."""
     dynamic_sampling: bool = True
     """Drop groups whose scores are all equal, before they reach the pool."""
 
@@ -344,6 +360,11 @@ class TrainerConfig:
     """
     draw_timeout_seconds: float = 900.0
     """How long one step may wait for its groups."""
+    watchdog_seconds: float | None = None
+    """Without any progress for so long, the run says who waits for whom, and ends.
+
+    None: twice the longest of the deadlines that it backs up; 0: never.
+    """
     max_empty_groups: int = 256
     """Groups in a row without gradient before a draw gives up."""
     on_nothing_to_learn: str = "error"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pace_lightning.config import Config, ConfigError, Mode
-from pace_lightning.config_explain import outstanding_limit, pace_window
+from pace_lightning.config_explain import longest_deadline, outstanding_limit, pace_window
 from pace_lightning.config_load import nearest, show
 from pace_lightning.config_methods import method_problems, needs_group, probe_problems
 from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES
@@ -37,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pace.group_score": ("mean", "max"),
     "pace.no_score": ("raw", "zero"),
     "pace.ranking": ("effective", "raw", "generation"),
+    "rollout.on_timeout": ("settle", "retry", "complete"),
     "trainer.on_nothing_to_learn": ("error", "finish"),
     "trainer.precision": ("32-true", "bf16-mixed"),
 }
@@ -77,6 +78,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model.warm_start.learning_rate": (lambda x: x > 0, "above 0"),
     "model.warm_start.steps": (lambda x: x >= 0, "at least 0 (0 is no warm start)"),
     "trainer.min_step_seconds": (lambda x: x >= 0, "at least 0"),
+    "engine.max_restarts": (lambda x: x >= 0, "at least 0"),
+    "engine.max_retries": (lambda x: x >= 0, "at least 0"),
     "engine.publish_timeout_seconds": (lambda x: x > 0, "above 0"),
     "engine.startup_timeout_seconds": (lambda x: x > 0, "above 0"),
     "eval.every_steps": (lambda x: x >= 0, "at least 0"),
@@ -114,6 +117,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sync.lag_versions": (lambda x: x >= 0, "at least 0"),
     "trainer.checkpoint_every_steps": (lambda x: x >= 0, "at least 0"),
     "trainer.draw_timeout_seconds": (lambda x: x > 0, "above 0"),
+    "trainer.watchdog_seconds": (lambda x: x >= 0, "at least 0 (0 is no watchdog)"),
 }
 """Every other number: what it must satisfy, and that in words."""
 
@@ -207,6 +211,21 @@ def _dispatch(config: Config) -> Iterator[str]:
                 f"sync.every_steps is {config.sync.every_steps}, but mode sync publishes after "
                 "every step; remove it, or set mode: async"
             )
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    rollout, limit = config.rollout, config.trainer.watchdog_seconds
+    path, longest = longest_deadline(config)
+    if limit is not None and 0 < limit <= longest:
+        yield (
+            f"trainer.watchdog_seconds is {limit}, but {path} is {longest}: the watchdog would end "
+            "the run before that deadline can; raise it, lower the deadline, or use null"
+        )
+    if rollout.on_timeout == "complete" and not 2 <= rollout.min_responses <= rollout.group_size:
+        yield (
+            f"rollout.min_responses is {rollout.min_responses}; with rollout.on_timeout complete "
+            f"it must be in [2, rollout.group_size {rollout.group_size}]: a baseline needs two"
+        )
 
 
 def _admission(config: Config) -> Iterator[str]:
@@ -362,6 +381,7 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _numbers,
     _batch,
     _dispatch,
+    _deadlines,
     _admission,
     _pace,
     _reward,

@@ -85,6 +85,28 @@ def pace_window(config: Config) -> int:
     return config.pace.window or max(1024, 4 * step)
 
 
+def longest_deadline(config: Config) -> tuple[str, float]:
+    """The key and the seconds of the longest deadline that the watchdog backs up.
+
+    Evaluations are not among them: each prompt that ends in one is progress.
+    """
+    deadlines = {
+        "engine.publish_timeout_seconds": config.engine.publish_timeout_seconds,
+        "engine.startup_timeout_seconds": config.engine.startup_timeout_seconds,
+        "reward.timeout_seconds": config.reward.timeout_seconds,
+        "rollout.timeout_seconds": config.rollout.timeout_seconds,
+        "trainer.draw_timeout_seconds": config.trainer.draw_timeout_seconds,
+    }
+    path = max(deadlines, key=lambda path: deadlines[path])
+    return path, deadlines[path]
+
+
+def watchdog_limit(config: Config) -> float:
+    """Seconds without progress after which the run is ended; 0: never."""
+    limit = config.trainer.watchdog_seconds
+    return 2 * longest_deadline(config)[1] if limit is None else limit
+
+
 def run_directory(config: Config, now: datetime) -> Path:
     """``run_dir`` if it is set, else ``runs/<name>/<YYYYmmdd-HHMMSS>``."""
     if config.run_dir is not None:

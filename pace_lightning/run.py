@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 
 from pace_lightning.build import Experiment, build
+from pace_lightning.build_reliability import watchdog
 from pace_lightning.config import Config, ConfigError
 from pace_lightning.config_checks import check
 from pace_lightning.config_explain import run_directory
@@ -141,6 +145,7 @@ def _fit(
     summary: dict[str, Any] = {"status": "failed"}
     experiment: Experiment | None = None
     after: dict[str, float] | None = None
+    watch = ExitStack()
     try:
         # Curves are cut at the resumed version, but the evaluation of just that version is not made
         # again.
@@ -148,6 +153,13 @@ def _fit(
         if version is not None and version < config.trainer.steps:
             evaluation = _plotted_evaluation(run_dir, version)
         experiment = _build(config, run_dir, emit, version)
+        watch.enter_context(
+            watchdog(
+                config,
+                experiment,
+                lambda why: _write_summary(run_dir, {"status": "failed", "error": why}),
+            )
+        )
         if version is not None and evaluation:
             log_metrics(experiment.trainer, evaluation, version)
         emit(f"run directory {run_dir}")
@@ -177,9 +189,7 @@ def _fit(
             after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
             after = after or _validate(experiment)
         with experiment.time_ledger.span("checkpoint"):
-            target = run_dir / "checkpoints" / "final"
-            experiment.module.policy.save_pretrained(target)
-            experiment.tokenizer.save_pretrained(target)
+            _export(experiment, run_dir / "checkpoints" / "final")
         return 0
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -190,11 +200,29 @@ def _fit(
         if experiment is not None:
             experiment.datamodule.close()
             summary |= _account(experiment, after)
-        scratch = run_dir / ".summary.json.part"
-        scratch.write_text(json.dumps(summary, indent=2) + "\n")
-        scratch.replace(run_dir / "summary.json")
+        _write_summary(run_dir, summary)
+        watch.close()
         if experiment is not None:
             _print_summary(summary, run_dir, emit)
+
+
+def _export(experiment: Experiment, target: Path) -> None:
+    """The model for others to load; a run that is ended meanwhile leaves none or the one before."""
+    scratch = target.with_name(f".{target.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        experiment.module.policy.save_pretrained(scratch)
+        experiment.tokenizer.save_pretrained(scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    scratch = run_dir / ".summary.json.part"
+    scratch.write_text(json.dumps(summary, indent=2) + "\n")
+    scratch.replace(run_dir / "summary.json")
 
 
 def _build(
@@ -250,6 +278,7 @@ def _account(experiment: Experiment, after: dict[str, float] | None) -> dict[str
         "fates_unit": "groups",
         "fates": datamodule.ledger.groups(),
         "fates_tokens": datamodule.ledger.tokens(),
+        "incidents": asdict(datamodule.worker.incidents),
         "rejected_shares": experiment.admission.shares(),
         "never_admitted": _never_admitted(datamodule.ledger.never_trained()),
         "ranking_seconds": round(experiment.admission.ranking_seconds, 3),
@@ -290,6 +319,11 @@ def _print_summary(summary: dict[str, Any], run_dir: Path, emit: Emit) -> None:
         "  groups               "
         + ", ".join(f"{count} {fate}" for fate, count in summary["fates"].items())
     )
+    if any(summary["incidents"].values()):
+        emit(
+            "  incidents            "
+            + ", ".join(f"{count} {name}" for name, count in summary["incidents"].items() if count)
+        )
     if {"rejected", "too_stale"} & summary["fates"].keys():
         never = summary["never_admitted"]
         worst = ", ".join(f"no. {index}: {count}" for index, count in never["worst"].items())

@@ -19,14 +19,14 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import ScriptedEngine
+from scripted import Request, ScriptedEngine
 from torch import Tensor
 
 from pace_lightning.build import Experiment, build
 from pace_lightning.config import Config
 from pace_lightning.config_checks import check
 from pace_lightning.config_load import load
-from pace_lightning.rollout.engine import Completion, Sampling
+from pace_lightning.rollout.engine import Completion
 
 ROOT = Path(__file__).parents[1]
 SMOKE = "conf/smoke.yaml"
@@ -65,7 +65,7 @@ def until(predicate: Callable[[], object], *, seconds: float, what: str) -> None
 
 
 class Command:
-    """``python -m pace_lightning ...`` while it runs; a context that leaves no process behind."""
+    """``python -m MODULE ...`` while it runs; a context that leaves no process behind."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Command:
         *arguments: object,
         environment: Mapping[str, str] | None = None,
         directory: Path = ROOT,
+        module: str = "pace_lightning",
     ) -> None:
         self.log = log
         mark = uuid.uuid4().hex
@@ -81,7 +82,7 @@ class Command:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pace_lightning", *map(str, arguments)],
+                [sys.executable, "-m", module, *map(str, arguments)],
                 cwd=directory,
                 env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), MARK: mark}
                 | dict(environment or {}),
@@ -177,15 +178,14 @@ def judge(text: str) -> float:
 class DeterministicEngine(ScriptedEngine):
     """Follows a script, and answers with `respond`."""
 
-    async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
-    ) -> list[Completion]:
+    def _complete(self, request: Request, *, spoiled: bool) -> list[Completion]:
         """Responses of the weights that were published last."""
-        completions = await super().generate(prompt, n=n, sampling=sampling)
+        completions = super()._complete(request, spoiled=spoiled)
         version, weights = self.weights[-1]
+        responses = respond(weights, request.prompt, request.n)
         return [
             replace(c, token_ids=tokens, logprobs=logprobs, versions=(version,) * len(tokens))
-            for c, (tokens, logprobs) in zip(completions, respond(weights, prompt, n), strict=True)
+            for c, (tokens, logprobs) in zip(completions, responses, strict=True)
         ]
 
 

@@ -23,9 +23,10 @@ DEADLINE_SECONDS = 10.0
 TOKENS_PER_VERSION = 2
 """Tokens that each response gets under each version it lives through."""
 
-FINISH, HOLD, NEVER, NAN = "finish", "hold", "never", "nan"
+FINISH, HOLD, NEVER, NAN, STRAGGLE = "finish", "hold", "never", "nan", "straggle"
 """What may happen to a request, besides an exception to raise: end by itself, wait for
-`Request.finish`, ignore even that, or end with a log-prob that is not a number."""
+`Request.finish`, ignore even that, end with a log-prob that is not a number, or finish all
+responses but the last."""
 
 
 # --- makers of core objects -----------------------------------------------------------------------
@@ -189,6 +190,8 @@ class ScriptedEngine:
         self.script = dict(script or {})
         self.default = default
         self.num_threads: int | None = 1
+        self.keeps_weights = False
+        self.num_tokens_generated = 0
         self.rescore_seconds = 0.0
         self.changed = threading.Condition()
         self.requests: list[Request] = []
@@ -206,6 +209,8 @@ class ScriptedEngine:
         self.pause_depth = 0
         self.closed = False
         self.num_closes = 0
+        self.num_starts = 0
+        self._dead: Future[EngineError] = Future()
         self._version = 0
         self._clock: Callable[[], int] = lambda: 0
         self._running: asyncio.Event | None = None
@@ -241,35 +246,48 @@ class ScriptedEngine:
 
     async def start(self, clock: Callable[[], int]) -> None:
         """Become ready, unless the script says otherwise."""
+        self.num_starts += 1
         await self.start_gate.pass_through()
         if self.start_error is not None:
             raise self.start_error
         self._clock = clock
+        self._dead, self.closed = Future(), False
+        if self.num_starts > 1:
+            self._version = -1  # until weights are loaded again
         self._running = asyncio.Event()
         self._running.set()
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """Submit a request and wait for the end that the script gives it."""
         assert self._running is not None
+        if self._dead.done():
+            raise self._dead.result()
         request = Request(len(self.requests) + 1, prompt, n, sampling, self._version)
         request.while_paused = self.left_paused
         self.requests.append(request)
         self.live.append(request)
         self.notify()
+        how = self.script.get(request.number, self.default)
         try:
-            how = self.script.get(request.number, self.default)
             if how == HOLD:
                 how = await request.ended()
-            elif how == NEVER:
-                await asyncio.get_running_loop().create_future()
+            elif how in (NEVER, STRAGGLE):
+                raise await asyncio.shield(asyncio.wrap_future(self._dead))
             if isinstance(how, BaseException):
                 raise how
             await self._running.wait()  # no token flows while paused
             return self._complete(request, spoiled=how == NAN)
-        except asyncio.CancelledError:
-            request.cancelled = True
+        except BaseException as error:
+            request.cancelled = isinstance(error, asyncio.CancelledError)
+            if how == STRAGGLE and finished is not None:
+                finished += self._complete(request, spoiled=False)[:-1]
             raise
         finally:
             self.live.remove(request)
@@ -342,6 +360,10 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Remember it."""
         self.num_closes += 1
+        if not self._dead.done():
+            self._dead.set_result(EngineError("the scripted engine was closed"))
+        for request in self.live:
+            request.finish(EngineError("the scripted engine was closed"))
         self.notify()
         await self.close_gate.pass_through()
         self.closed = True

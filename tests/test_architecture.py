@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pace_lightning"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BUILD = {"build.py", "build_objective.py", "build_tasks.py", "build_vllm.py"}
+BUILD = {
+    "build.py",
+    "build_objective.py",
+    "build_reliability.py",
+    "build_tasks.py",
+    "build_vllm.py",
+}
 COMMANDS = BUILD | {"__main__.py", "doctor.py", "run.py"}
 """Top-level modules that may know everything, and may talk to the user."""
 

@@ -62,13 +62,24 @@ class RolloutEngine(Protocol):
     None if the engine manages its own.
     """
 
+    keeps_weights: bool
+    """Whether a `start` after `close` goes on with the weights that were loaded last.
+
+    If not, whoever restarts it must load them again before anything is generated.
+    """
+
+    @property
+    def num_tokens_generated(self) -> int:
+        """Tokens sampled since the start; any thread."""
+        ...
+
     @property
     def rescore_seconds(self) -> float:
         """Time that re-scoring has added to generation since the start; any thread."""
         ...
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
-        """Become ready.
+        """Become ready; also again, after `close`.
 
         Args:
             clock: the trainer's version, read when a response completes.
@@ -79,9 +90,21 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """Sample ``n`` responses to one prompt. Cancelling the call frees the engine of the work.
+
+        Args:
+            prompt: token ids.
+            n: how many.
+            sampling: how.
+            finished: the responses that were finished are added to it if the call is cancelled or
+                fails; if it returns, nothing is.
 
         Raises:
             RequestError: if this request failed.
@@ -140,5 +163,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop and leave no thread or process behind. Idempotent, bounded in time."""
+        """Stop and leave no thread or process behind. Idempotent, bounded in time.
+
+        Whatever still generates fails with an `EngineError`.
+        """
         ...

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from pace_lightning.core.pace import PrefixRescore
-from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.core.trajectory import Fate, Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
+from pace_lightning.rollout.supervision import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +48,6 @@ def too_many_failures(num_groups: int, prompt: Prompt, fate: Fate, why: str) -> 
         f"the last {num_groups} groups all failed or timed out; the latest, prompt "
         f"{prompt.uid}, {fate}: {why}"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """Where the time of one publication went."""
-
-    version: PolicyVersion
-    seconds: float
-    pause_seconds: float
-    """How long no token flowed."""
-    verify_seconds: float = 0.0
-    """The part of it that went into seeing that the weights arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,31 +129,8 @@ def temporary_threads(engine: RolloutEngine, num_threads: int | None) -> Iterato
         engine.num_threads = before
 
 
-async def publish(
-    engine: RolloutEngine, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
-) -> PublishReport:
-    """Replace the engine's weights: prepare, pause, load, verify, re-score, resume."""
-    start = time.monotonic()
-    await engine.prepare_weights(weights)
-    async with engine.paused():
-        paused = time.monotonic()
-        await engine.load_weights(weights, version=version)
-        loaded = time.monotonic()
-        await engine.verify_weights()
-        verified = time.monotonic()
-        if rescore:
-            await engine.rescore_prefixes()
-        done = time.monotonic()
-    return PublishReport(
-        version,
-        seconds=time.monotonic() - start,
-        pause_seconds=done - paused,
-        verify_seconds=verified - loaded,
-    )
-
-
 async def evaluate(
-    engine: RolloutEngine,
+    engine: Supervisor,
     score: Callable[[Prompt, Sequence[Completion]], Awaitable[Sequence[float]]],
     prompts: Sequence[Prompt],
     *,
@@ -190,6 +153,7 @@ async def evaluate(
         except (RequestError, ScoringFailedError) as error:
             log.warning("evaluation prompt %s was not scored: %s", prompt.uid, error)
             why = str(error)
+        engine.say(f"evaluation prompt {prompt.uid} ended")
         return EvaluatedPrompt(prompt, tuple(completions), tuple(scores), why)
 
     try:

@@ -81,6 +81,7 @@ class LocalEngine:
         startup_timeout_seconds: float = 120.0,
     ) -> None:
         self.num_threads = num_threads
+        self.keeps_weights = True
         self._model: Any = model
         self._stop_token_ids = list(stop_token_ids)
         self._pad_token_id = pad_token_id
@@ -113,6 +114,7 @@ class LocalEngine:
         self._num_tokens = 0
         self._executor: ThreadPoolExecutor | None = None
         self._threads_in_use: int | None = None
+        model.register_forward_pre_hook(self._apply_threads)
 
     @property
     def num_tokens_generated(self) -> int:
@@ -131,7 +133,6 @@ class LocalEngine:
         self._clock = clock
         default_temperature = next((t for t in sorted(self._temperatures) if t != 1.0), 1.0)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="local-engine-pause")
-        self._model.register_forward_pre_hook(self._apply_threads)
         self._manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=True,
@@ -166,7 +167,12 @@ class LocalEngine:
         unblock_after_cancellations(self._manager.batch_processor.scheduler)
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         length = len(prompt) + sampling.max_new_tokens
@@ -195,11 +201,14 @@ class LocalEngine:
                 if not request.finished.done():
                     self._check_alive()
             request.finished.result()
+        except BaseException:
+            if finished is not None:
+                finished += request.completions
+            raise
         finally:
             self._requests.remove(request)
             self._withdraw(request)
-        completions = (response.completion for response in request.responses)
-        return [completion for completion in completions if completion is not None]
+        return request.completions
 
     async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine.prepare_weights`. They are copied from where they are."""
@@ -268,6 +277,8 @@ class LocalEngine:
         """See `RolloutEngine.close`."""
         manager, self._manager = self._manager, None
         executor, self._executor = self._executor, None
+        for request in self._requests:
+            request.fail(EngineError("the local engine was closed"))
         if manager is not None:
             stop = functools.partial(manager.stop, block=True, timeout=10.0, hard_stop=True)
             await asyncio.get_running_loop().run_in_executor(None, stop)

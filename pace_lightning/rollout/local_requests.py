@@ -43,6 +43,11 @@ class Request:
     ids: dict[str, Response] = field(default_factory=dict)
     """Live request ids of the manager."""
 
+    @property
+    def completions(self) -> list[Completion]:
+        """The responses that are finished."""
+        return [r.completion for r in self.responses if r.completion is not None]
+
     def fail(self, error: Exception) -> None:
         """End it with an error, unless it has ended."""
         if not self.finished.done():

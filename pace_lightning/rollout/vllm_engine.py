@@ -79,6 +79,7 @@ class VLLMEngine:
         answer_timeout_seconds: float = 120.0,
     ) -> None:
         self.num_threads: int | None = None  # bound to cores at the start
+        self.keeps_weights = False
         launch = replace(launch, share_prefixes=recompute_cache)
         self._link = Connection(
             model,
@@ -126,7 +127,12 @@ class VLLMEngine:
     # --- generation -------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         length = len(prompt) + sampling.max_new_tokens
@@ -159,6 +165,12 @@ class VLLMEngine:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._trusted.wait(), _HEALTH_CHECK_SECONDS)
             await asyncio.gather(*request.rescoring)
+        except BaseException:
+            if finished is not None and self._trusted.is_set():
+                finished += [
+                    r.completion() for r in request.responses if r.completed_at is not None
+                ]
+            raise
         finally:
             self._requests.remove(request)
             for task in request.rescoring:

@@ -8,6 +8,7 @@ deadline. Whatever ends the thread, the pool is told first of all.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -22,20 +23,21 @@ from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import EndOfData, Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
+from pace_lightning.rollout.flights import Flights
 from pace_lightning.rollout.groups import (
     EvaluatedPrompt,
     GeneratedStatistics,
-    PublishReport,
     RolloutTimeoutError,
     ScoringFailedError,
     build_group,
     evaluate,
     nothing_to_learn,
-    publish,
     temporary_threads,
     too_many_failures,
 )
 from pace_lightning.rollout.loop_thread import LoopThread
+from pace_lightning.rollout.publication import PublishReport
+from pace_lightning.rollout.supervision import GroupTimeoutError, Patience, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class RolloutWorker(LoopThread):
         in_rounds: dispatch when nothing is in flight, all at once and while the engine is paused:
             sampling does not depend on timing then (synchronous mode).
         group_timeout_seconds: for the generation of one group.
+        patience: what is done when generation fails or is late.
         drop_zero_variance: settle groups with equal scores at once (dynamic sampling).
         max_empty_groups: groups in a row without gradient before the run is ended.
         max_failed_groups: failed or timed-out groups in a row before the run is ended.
@@ -78,12 +81,19 @@ class RolloutWorker(LoopThread):
         prefix_forgetting: Callable[[Sequence[PrefixRescore]], float | None] | None = None,
         shape_reward: Callable[[float, int], float] = lambda score, _: score,
         group_timeout_seconds: float = 600.0,
+        patience: Patience | None = None,
         drop_zero_variance: bool = True,
         max_empty_groups: int = 256,
         max_failed_groups: int = 16,
     ) -> None:
         super().__init__("rollout")
+        self.flights = Flights()
+        """The groups in flight and their last events; any thread may look."""
         self._engine = engine
+        self._supervisor = Supervisor(
+            engine, patience, group_timeout_seconds=group_timeout_seconds, say=self.flights.say
+        )
+        self.incidents = self._supervisor.incidents
         self._pool = pool
         self._lease = lease
         self._settle = settle
@@ -94,7 +104,6 @@ class RolloutWorker(LoopThread):
         self._sampling = sampling
         self._in_rounds = in_rounds
         self._prefix_forgetting = prefix_forgetting
-        self._group_timeout_seconds = group_timeout_seconds
         self._drop_zero_variance = drop_zero_variance
         self._max_empty_groups = max_empty_groups
         self._max_failed_groups = max_failed_groups
@@ -103,22 +112,24 @@ class RolloutWorker(LoopThread):
         self._training = False
         self._dispatch_open = True
         self._data_ended = False
-        self._in_flight: dict[str, float] = {}
-        self._scoring: dict[str, int] = {}  # tokens of the groups that are being scored, by uid
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty_scores: deque[float] = deque(maxlen=max_empty_groups)
         self._num_empty = 0
         self._num_failed = 0
         self._num_tokens = 0
         self._generated = GeneratedStatistics()
-        self._last_event = "nothing yet"
 
     # --- called by the trainer's thread ---------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
         """Groups dispatched and not yet ended."""
-        return len(self._in_flight)
+        return len(self.flights)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes whenever something happens on the rollout side."""
+        return self.flights.num_events, self._engine.num_tokens_generated
 
     @property
     def num_tokens_generated(self) -> int:
@@ -198,11 +209,11 @@ class RolloutWorker(LoopThread):
 
     def describe(self) -> str:
         """One line for error messages: who waits for what."""
-        ages = [time.monotonic() - since for since in self._in_flight.copy().values()]
+        ages = [time.monotonic() - flight.since for flight in self.flights.present()]
         return (
             f"{super().describe()} at version {self._version}, {len(ages)} groups in flight "
             f"(oldest for {max(ages, default=0.0):.0f} s), {len(self._pool)} ready, last event: "
-            f"{self._last_event}; {self._engine.describe()}"
+            f"{self.flights.last_event}; {self._engine.describe()}"
         )
 
     # --- everything below runs in the rollout thread ---------------------------------------------
@@ -210,7 +221,7 @@ class RolloutWorker(LoopThread):
     async def _live(self) -> None:
         self._wake = asyncio.Event()
         try:
-            await self._engine.start(lambda: self._version)
+            await self._supervisor.start(lambda: self._version)
             self._ready.set()
             while True:
                 await self._wake.wait()
@@ -223,10 +234,12 @@ class RolloutWorker(LoopThread):
             raise
         finally:
             self._ending = True
-            for task in self._tasks:
+            # publications and evaluations too: an engine that is paused is slow to close
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._engine.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._supervisor.close()
 
     def _on_error(self, error: BaseException) -> None:
         self._pool.fail(error)
@@ -235,20 +248,20 @@ class RolloutWorker(LoopThread):
         if not self._in_rounds:
             self._create_rollouts(self._num_dispatchable())
         elif self._num_dispatchable() > 0:
-            async with self._engine.paused():
+            async with self._supervisor.paused():
                 # Counted again: a publication or the end of training may have begun meanwhile.
                 self._create_rollouts(self._num_dispatchable())
                 await asyncio.sleep(0)  # each of them submits its request
-        if self._data_ended and not self._in_flight:
+        if self._data_ended and not self.flights:
             self._pool.close()
 
     def _num_dispatchable(self) -> int:
         closed = self._data_ended or not (self._training and self._dispatch_open)
-        if closed or (self._in_rounds and self._in_flight):
+        if closed or (self._in_rounds and self.flights):
             return 0
         return self._dispatch.capacity(
             DispatchCounts(
-                in_flight=len(self._in_flight),
+                in_flight=len(self.flights),
                 ready=len(self._pool),
                 accepted=self._pool.num_accepted,
                 version=self._version,
@@ -262,7 +275,7 @@ class RolloutWorker(LoopThread):
             except EndOfData:
                 self._data_ended = True
                 return
-            self._in_flight[prompt.uid] = time.monotonic()
+            self.flights.begin(prompt.uid, f"dispatched at version {self._version}")
             task = asyncio.create_task(self._roll_out(prompt))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
@@ -277,29 +290,26 @@ class RolloutWorker(LoopThread):
     async def _roll_out(self, prompt: Prompt) -> None:
         """The life of one group, from dispatch to the pool or to another fate."""
         try:
-            async with asyncio.timeout(self._group_timeout_seconds):
-                completions = await self._engine.generate(
-                    prompt.token_ids, n=self._group_size, sampling=self._sampling
-                )
-        except TimeoutError:
-            self._lost(prompt, Fate.TIMED_OUT, f"no result within {self._group_timeout_seconds} s")
+            completions = await self._supervisor.generate_group(
+                prompt.token_ids,
+                n=self._group_size,
+                sampling=self._sampling,
+                note=functools.partial(self.flights.note, prompt.uid),
+            )
+        except GroupTimeoutError as error:
+            self._lost(prompt, Fate.TIMED_OUT, str(error))
             return
         except RequestError as error:
             self._lost(prompt, Fate.FAILED, str(error))
             return
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        if len(completions) != self._group_size:
-            why = f"asked for {self._group_size} responses, got {len(completions)}"
-            self._num_tokens += num_tokens
-            self._lost(prompt, Fate.FAILED, why, num_tokens)
-            return
         self._num_tokens += num_tokens
-        self._scoring[prompt.uid] = num_tokens
+        self.flights.score(prompt.uid, num_tokens)
         try:
             scores = await self._score(prompt, completions)
         except ScoringFailedError as error:
             self._end(prompt, error.fate, num_tokens)
-            self._last_event = f"prompt {prompt.uid} was not scored: {error}"
+            self.flights.say(f"prompt {prompt.uid} was not scored: {error}")
             return
         try:
             group = build_group(
@@ -327,27 +337,22 @@ class RolloutWorker(LoopThread):
                 self._pool.fail(nothing_to_learn(self._num_empty, self._empty_scores))
             return
         self._num_empty = 0
-        self._leave(prompt.uid)
-        self._last_event = f"prompt {prompt.uid} became ready"
+        self.flights.end(prompt.uid)
+        self.flights.say(f"prompt {prompt.uid} became ready")
         self._pool.put(group)
 
     def _lost(self, prompt: Prompt, fate: Fate, why: str, num_tokens: int = 0) -> None:
         self._end(prompt, fate, num_tokens)
         self._num_failed += 1
-        self._last_event = f"prompt {prompt.uid} {fate}: {why}"
+        self.flights.say(f"prompt {prompt.uid} {fate}: {why}")
         log.warning("prompt %s %s: %s", prompt.uid, fate, why)
         if self._num_failed >= self._max_failed_groups:
             raise too_many_failures(self._num_failed, prompt, fate, why)
 
     def _end(self, prompt: Prompt, fate: Fate, num_tokens: int) -> None:
-        self._leave(prompt.uid)
-        self._last_event = f"prompt {prompt.uid} ended: {fate}"
+        self.flights.end(prompt.uid)
+        self.flights.say(f"prompt {prompt.uid} ended: {fate}")
         self._settle(prompt.uid, fate, num_tokens)
-
-    def _leave(self, uid: str) -> int:
-        """A group is no longer in flight; returns its tokens if it was being scored."""
-        del self._in_flight[uid]
-        return self._scoring.pop(uid, 0)
 
     async def _set_training(self, training: bool) -> None:
         self._training = training
@@ -359,8 +364,8 @@ class RolloutWorker(LoopThread):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for uid in list(self._in_flight):
-            self._settle(uid, Fate.UNUSED, self._leave(uid))
+        for flight in self.flights.present():
+            self._settle(flight.uid, Fate.UNUSED, self.flights.end(flight.uid))
 
     async def _advance(self, version: PolicyVersion) -> None:
         self._version = version
@@ -373,10 +378,11 @@ class RolloutWorker(LoopThread):
         self._dispatch_open = False
         try:
             rescore = self._prefix_forgetting is not None
-            report = await publish(self._engine, weights, version, rescore=rescore)
+            report = await self._supervisor.publish(weights, version, rescore=rescore)
         finally:
             self._dispatch_open = True
             self.wake()
+        self.flights.say(f"version {version} was published")
         if self._in_rounds:
             await self._dispatch_groups()  # before anything else can ask the engine for something
         return report
@@ -384,12 +390,12 @@ class RolloutWorker(LoopThread):
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[EvaluatedPrompt]:
-        while self._in_rounds and (self._in_flight or self._num_dispatchable() > 0):
+        while self._in_rounds and (self.flights or self._num_dispatchable() > 0):
             await asyncio.sleep(0.005)  # a round first: see in_rounds
         self._dispatch_open = False
         try:
             return await evaluate(
-                self._engine, self._score, prompts, samples=samples, sampling=sampling
+                self._supervisor, self._score, prompts, samples=samples, sampling=sampling
             )
         finally:
             self._dispatch_open = True

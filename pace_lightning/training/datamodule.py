@@ -27,6 +27,7 @@ from pace_lightning.rollout.groups import (
     NothingToLearnError,
     PublishReport,
 )
+from pace_lightning.rollout.supervision import Patience
 from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.stream import TrajectoryStream
 
@@ -103,6 +104,7 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_samples: responses per held-out prompt.
         eval_timeout_seconds: for one evaluation.
         group_timeout_seconds: for the generation of one group.
+        patience: what is done when generation fails or is late.
         drop_zero_variance: dynamic sampling.
         max_empty_groups: groups without gradient in a row before the run ends.
         require_gradient: whether a draw whose groups all have equal rewards is repeated.
@@ -134,6 +136,7 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_samples: int,
         eval_timeout_seconds: float,
         group_timeout_seconds: float,
+        patience: Patience | None = None,
         drop_zero_variance: bool,
         max_empty_groups: int,
         require_gradient: bool,
@@ -187,6 +190,7 @@ class RolloutDataModule(pl.LightningDataModule):
             group_size=group_size,
             sampling=sampling,
             group_timeout_seconds=group_timeout_seconds,
+            patience=patience,
             drop_zero_variance=drop_zero_variance,
             max_empty_groups=max_empty_groups,
         )

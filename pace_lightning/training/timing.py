@@ -31,6 +31,11 @@ class TimeLedger(pl.Callback):
         self._open: tuple[str, float] | None = None
         self._enter("setup")
 
+    @property
+    def present(self) -> tuple[str, float] | None:
+        """The part that the main thread is in, and since when; None between two. Any thread."""
+        return self._open
+
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
         """Count the time inside as ``part``.

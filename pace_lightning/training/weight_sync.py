@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.groups import PublishReport
+from pace_lightning.rollout.publication import PublishReport
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 
