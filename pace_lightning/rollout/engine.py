@@ -21,6 +21,10 @@ class EngineError(RuntimeError):
     """The engine is unusable: it never became ready, died, or refused the weights."""
 
 
+class WrongWeightsError(EngineError):
+    """A publication did not arrive, or not whole. Never tried again: nobody knows why."""
+
+
 class RequestError(RuntimeError):
     """One request failed; the engine lives."""
 

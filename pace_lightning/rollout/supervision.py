@@ -28,6 +28,7 @@ from pace_lightning.rollout.engine import (
     RequestError,
     RolloutEngine,
     Sampling,
+    WrongWeightsError,
 )
 from pace_lightning.rollout.publication import PublishReport, publish
 
@@ -213,7 +214,7 @@ class Supervisor:
             try:
                 return await action()
             except EngineError as error:
-                if not self._patience.max_restarts:
+                if not self._patience.max_restarts or isinstance(error, WrongWeightsError):
                     raise
                 if life == self._life and (self._reviving is None or self._reviving.done()):
                     self._reviving = asyncio.create_task(self._restart(error))

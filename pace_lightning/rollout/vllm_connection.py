@@ -61,6 +61,7 @@ class Connection:
             EngineError: if it cannot be started, or not in time.
         """
         launch = self._launch
+        self.fatal, self.sender = None, None
         self.serving = ServingDirectory(self._model, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(

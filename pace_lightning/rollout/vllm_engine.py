@@ -122,6 +122,8 @@ class VLLMEngine:
         """See `RolloutEngine.start`. Serves noise until the first publication."""
         self._clock = clock
         self._door, self._trusted = asyncio.Lock(), asyncio.Event()
+        self._version = None  # also if it is started again: it serves noise
+        self._probe.forget()
         await self._link.start()
 
     # --- generation -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.engine import EngineError
+from pace_lightning.rollout.engine import WrongWeightsError
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats by which engine and trainer may differ, in the mean over the probe.
@@ -45,6 +45,10 @@ class Probe:
         self._dtype = dtype
         self._before: tuple[list[float], list[float], object] | None = None
 
+    def forget(self) -> None:
+        """Start again, with an engine that never had weights."""
+        self.expected = self._before = None
+
     def check(
         self, scores: Sequence[float], version: PolicyVersion | None, checksums: object = None
     ) -> None:
@@ -56,13 +60,13 @@ class Probe:
             checksums: of its weights; None if they say nothing.
 
         Raises:
-            EngineError: if the engine does not serve the weights of ``version``.
+            WrongWeightsError: if the engine does not serve the weights of ``version``.
         """
         assert self.expected is not None
         expected, self.expected = self.expected, None
         gap, limit = mean_gap(scores, expected), MAX_GAP[self._dtype]
         if not gap <= limit:  # NaN is not
-            raise EngineError(
+            raise WrongWeightsError(
                 f"the weights of version {version} did not arrive in vLLM as they are in the "
                 f"trainer: log-probs of a probe of {len(scores)} tokens differ by {gap:.3g} nats "
                 f"on average, and rounding to {self._dtype} explains no more than {limit:g}"
@@ -72,7 +76,7 @@ class Probe:
             moved = mean_gap(expected, trainer)
             same = list(scores) == engine or (checksums is not None and checksums == sums)
             if moved > NOTICEABLE and same:
-                raise EngineError(
+                raise WrongWeightsError(
                     f"the weights of version {version} did not arrive in vLLM: what it says about "
                     f"a probe is unchanged, while the trainer's log-probs moved by {moved:.3g} nats"
                 )

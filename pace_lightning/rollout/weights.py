@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pace_lightning.rollout.engine import EngineError
+from pace_lightning.rollout.engine import WrongWeightsError
 
 
 def compare_manifest(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Refuse weights whose names or shapes are not the engine's.
 
     Raises:
-        EngineError: with the differences.
+        WrongWeightsError: with the differences.
     """
     missing = sorted(own.keys() - weights.keys())
     unknown = sorted(weights.keys() - own.keys())
@@ -24,7 +24,7 @@ def compare_manifest(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -
         if name in weights and tensor.shape != weights[name].shape
     ]
     if missing or unknown or shapes:
-        raise EngineError(
+        raise WrongWeightsError(
             "trainer and engine disagree on the weights; nothing was loaded. "
             f"Missing: {missing[:5]}; unknown to the engine: {unknown[:5]}; shapes: {shapes[:5]}"
         )
@@ -35,9 +35,9 @@ def copy_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> No
     """Copy in place, to the engine's dtype and device, and compare what is there afterwards.
 
     Raises:
-        EngineError: if a tensor did not arrive; the engine must not go on then.
+        WrongWeightsError: if a tensor did not arrive; the engine must not go on then.
     """
     for name, tensor in own.items():
         tensor.copy_(weights[name])
         if not torch.equal(tensor, weights[name].to(dtype=tensor.dtype, device=tensor.device)):
-            raise EngineError(f"{name} did not arrive in the engine (or holds NaN)")
+            raise WrongWeightsError(f"{name} did not arrive in the engine (or holds NaN)")

@@ -23,10 +23,8 @@ from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
-from pace_lightning.rollout.groups import (
-    NothingToLearnError,
-    PublishReport,
-)
+from pace_lightning.rollout.groups import NothingToLearnError
+from pace_lightning.rollout.publication import PublishReport
 from pace_lightning.rollout.supervision import Patience
 from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.stream import TrajectoryStream
