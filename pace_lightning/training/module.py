@@ -105,6 +105,15 @@ class PolicyModule(pl.LightningModule):
         """Optimizer steps behind the present weights: the clock of the system."""
         return self.trainer.global_step
 
+    @property
+    def lag0_gap(self) -> float | None:
+        """Mean of |policy - behavior log-prob| on tokens of the present version, of this draw.
+
+        None if there are none.
+        """
+        tokens = self._sums["fresh_tokens"]
+        return self._sums["fresh_gap"] / tokens if tokens else None
+
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters under the names that an engine knows; views, not copies."""
         return {name: parameter.data for name, parameter in self.policy.named_parameters()}
@@ -189,8 +198,8 @@ class PolicyModule(pl.LightningModule):
         }
         if self._kl_coef:
             metrics["loss/kl"] = sums["kl"] / tokens
-        if sums["fresh_tokens"]:
-            metrics["ratio/lag0_log_abs_mean"] = sums["fresh_gap"] / sums["fresh_tokens"]
+        if (gap := self.lag0_gap) is not None:
+            metrics["ratio/lag0_log_abs_mean"] = gap
             metrics["ratio/lag0_log_abs_max"] = sums["fresh_gap_max"]
             metrics["ratio/lag0_tokens"] = sums["fresh_tokens"]
         self.step_metrics = metrics
