@@ -195,12 +195,17 @@ class ScriptedEngine:
         self.live: list[Request] = []
         """Submitted and not yet ended, in the order of submission."""
         self.weights: list[tuple[int, dict[str, Tensor]]] = []
-        """``(version, copy of the weights)`` of each publication that succeeded."""
+        """``(version, copy of what was loaded)`` of each load."""
         self.load_error: BaseException | None = None
+        self.lost: set[str] = set()
+        """Tensors that a load leaves as they were, without saying so."""
+        self.fatal: BaseException | None = None
+        """Why nothing can be asked of the engine any more."""
         self.start_error: BaseException | None = None
         self.start_gate = Gate()
         self.pause_gate = Gate()
         self.load_gate = Gate()
+        self.verify_gate = Gate()
         self.close_gate = Gate()
         self.num_pauses = 0
         self.pause_depth = 0
@@ -209,8 +214,15 @@ class ScriptedEngine:
         self._version = 0
         self._clock: Callable[[], int] = lambda: 0
         self._running: asyncio.Event | None = None
+        self._sent: dict[str, Tensor] = {}
 
     # what a test calls
+
+    def die(self, error: BaseException) -> None:
+        """End every request with this error, and raise it from whatever is asked. Any thread."""
+        self.fatal = error
+        for request in list(self.live):
+            request.finish(error)
 
     def until(self, predicate: Callable[[], object], what: str) -> None:
         """Wait until the predicate holds; it is asked whenever something happens in the engine."""
@@ -253,6 +265,7 @@ class ScriptedEngine:
     ) -> list[Completion]:
         """Submit a request and wait for the end that the script gives it."""
         assert self._running is not None
+        self._check_alive()
         request = Request(len(self.requests) + 1, prompt, n, sampling, self._version)
         request.while_paused = self.left_paused
         self.requests.append(request)
@@ -267,6 +280,7 @@ class ScriptedEngine:
             if isinstance(how, BaseException):
                 raise how
             await self._running.wait()  # no token flows while paused
+            self._check_alive()  # nor one of weights that are known to be wrong
             return self._complete(request, spoiled=how == NAN)
         except asyncio.CancelledError:
             request.cancelled = True
@@ -302,6 +316,7 @@ class ScriptedEngine:
         """Hold back all ends of requests."""
         assert self._running is not None
         await self.pause_gate.pass_through()
+        self._check_alive()
         self.num_pauses += 1
         self.pause_depth += 1
         self._running.clear()
@@ -318,9 +333,13 @@ class ScriptedEngine:
         await self.load_gate.pass_through()
         if not self.left_paused:
             raise EngineError("weights were loaded without a pause")
+        self._check_alive()
         if self.load_error is not None:
             raise self.load_error
-        self.weights.append((version, {name: w.clone() for name, w in weights.items()}))
+        self._sent = {name: weight.clone() for name, weight in weights.items()}
+        held = self.weights[-1][1] if self.weights else {}
+        kept = {name: held[name] for name in self.lost & held.keys()}
+        self.weights.append((version, self._sent | kept))
         self._version = version
         for request in self.live:
             request.versions.append(version)
@@ -330,10 +349,21 @@ class ScriptedEngine:
         """Nothing to prepare."""
 
     async def verify_weights(self) -> None:
-        """They were copied."""
+        """Compare what is held with what was sent; an engine that holds anything else is lost."""
+        await self.verify_gate.pass_through()
+        self._check_alive()
+        version, held = self.weights[-1]
+        if wrong := [name for name in self._sent if not held[name].equal(self._sent[name])]:
+            error = EngineError(f"{wrong} of version {version} did not arrive")
+            self.die(error)
+            raise error
 
     async def rescore_prefixes(self) -> None:
         """Its log-probs do not depend on weights: nothing has drifted."""
+
+    def _check_alive(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
 
     def describe(self) -> str:
         """One line."""
