@@ -48,17 +48,11 @@ from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
+from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import copy_for_engine, load_policy, load_tokenizer
 from pace_lightning.training.run_files import RunFiles
 from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
-
-MAX_LAG0_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Nats by which the mean log-prob of engine and trainer may differ before an alarm.
-
-On tokens of the present version. In bfloat16, 0.02 to 0.06 was measured with SmolLM2-135M; float32
-differs by rounding only.
-"""
 
 
 @dataclass(frozen=True)
@@ -176,6 +170,9 @@ def build(
     )
     staleness = StalenessMonitor()
     admission = AdmissionMonitor(lambda: engine.rescore_seconds)
+    keeps_cache = config.engine.kv_cache == KVCache.KEEP
+    dtypes = (_engine_dtype(config), _trainer_dtype(config))
+    max_gap = max_lag0_gap(dtypes, temperature=config.rollout.temperature)
     callbacks: list[pl.Callback] = [
         time_ledger,
         CoreSharing(
@@ -183,6 +180,7 @@ def build(
             config.trainer.num_threads or all_threads,
             engine_is_idle=lambda: not datamodule.worker.num_in_flight,
         ),
+        OnPolicyCheck(max_gap, config.rollout.temperature, only_at_the_beginning=keeps_cache),
         Pacing(config.trainer.min_step_seconds, time_ledger),
         weight_sync,
         staleness,
@@ -193,7 +191,7 @@ def build(
             time_ledger=time_ledger,
             weight_sync=weight_sync,
             generated=lambda: datamodule.worker.generated,
-            max_lag0_gap=_max_lag0_gap(config),
+            max_lag0_gap=None if keeps_cache else max_gap,
             may_reject=config.admission.policy != "all",
             emit=emit,
         ),
@@ -276,13 +274,6 @@ def _engine_dtype(config: Config) -> torch.dtype:
 
 def _trainer_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.trainer.precision.startswith("bf16") else torch.float32
-
-
-def _max_lag0_gap(config: Config) -> float | None:
-    """The alarm threshold of the coarser of the two; none if old keys and values are kept."""
-    if config.engine.kv_cache == KVCache.KEEP:
-        return None
-    return max(MAX_LAG0_GAP[_engine_dtype(config)], MAX_LAG0_GAP[_trainer_dtype(config)])
 
 
 def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> RolloutEngine:

@@ -12,8 +12,8 @@ import torch
 from pace_lightning.config import Config, ConfigError, KVCache
 from pace_lightning.config_explain import choose_engine, is_vllm_installed
 from pace_lightning.rollout.vllm_engine import VLLMEngine
-from pace_lightning.rollout.vllm_process import Launch
-from pace_lightning.training.policy import sequence_logprobs
+from pace_lightning.rollout.vllm_process import Launch, check_installation
+from pace_lightning.training.policy import local_model, sequence_logprobs
 
 
 def uses_vllm(config: Config) -> bool:
@@ -67,6 +67,24 @@ def vllm_engine(
         startup_timeout_seconds=engine.startup_timeout_seconds,
         answer_timeout_seconds=engine.publish_timeout_seconds,
     )
+
+
+def check_vllm(config: Config) -> str:
+    """That vLLM can serve the experiment's model here, in words; imports it, starts nothing.
+
+    Raises:
+        RuntimeError: if it cannot.
+        ConfigError: if the machine has not what the configuration names.
+    """
+    from transformers import AutoConfig
+
+    devices = engine_devices(config.engine.devices, torch.cuda.device_count())
+    way = transfer(config.engine.transfer, devices)
+    version = check_installation(
+        AutoConfig.from_pretrained(local_model(config.model.path)), on_cpu=not devices
+    )
+    where = f"GPUs {list(devices)}" if devices else "CPU"
+    return f"vLLM {version} on {where}, weights by {way}"
 
 
 def engine_cores(cores: Sequence[int], num_threads: int) -> tuple[int, ...]:

@@ -31,6 +31,17 @@ EXAMPLES = {
 }
 """What to write for each value that has no default, by its path or its last key."""
 
+TRUNCATING = (
+    *("top_k", "top_p", "min_p", "typical_p", "logit_bias", "bad_words"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+TRUNCATED = (
+    "responses are sampled from the whole softmax at rollout.temperature, because the trainer's "
+    "log-probs are of that distribution, and the importance ratio of any other would be wrong; "
+    "remove it"
+)
+"""What a person may miss among the settings of sampling, and why it is not there."""
+
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -180,6 +191,8 @@ def _assign_section(node: Any, schema: type, values: Any, *, path: str, origin: 
         )
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
+        if key in TRUNCATING and path in ("rollout", "eval"):
+            raise ConfigError(f"{origin}: {where} is not possible: {TRUNCATED}")
         if key not in hints:
             raise ConfigError(f"{origin}: unknown key {where}: {_near_key(key, hints)}")
         if is_dataclass(hints[key]):

@@ -30,6 +30,7 @@ def doctor(conf: str, emit: Callable[[str], None]) -> int:
         ("disk", _disk),
         ("experiment", lambda: _experiment(conf)),
         ("model", lambda: _model(conf)),
+        ("engine", lambda: _engine(conf)),
         ("reward function", lambda: _reward(conf)),
     ]
     failed = 0
@@ -100,6 +101,19 @@ def _model(conf: str) -> str:
     path = load(conf).model.path
     tokenizer = load_tokenizer(path)
     return f"{resolve(path)}, vocabulary of {len(tokenizer)}"
+
+
+def _engine(conf: str) -> str:
+    from pace_lightning.build_vllm import check_vllm, uses_vllm
+    from pace_lightning.config_explain import choose_engine, is_vllm_installed
+    from pace_lightning.config_load import load
+
+    config = load(conf)
+    installed = is_vllm_installed()
+    kind, why = choose_engine(config, vllm_installed=installed)
+    if uses_vllm(config):
+        return f"{check_vllm(config)} ({why})"
+    return f"{kind} ({why}); vLLM is {'' if installed else 'not '}installed"
 
 
 def _reward(conf: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -227,6 +228,8 @@ def use_script(
     chosen = scorer or InProcessScorer()
     monkeypatch.setattr("pace_lightning.build.LocalEngine", lambda *_, **__: engine)
     monkeypatch.setattr("pace_lightning.build.ScorerPool", lambda *_, **__: chosen)
+    # it makes its log-probs up
+    monkeypatch.setattr("pace_lightning.training.on_policy_check.STOP_AT", math.inf)
 
 
 def build_scripted(

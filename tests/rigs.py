@@ -122,7 +122,7 @@ def make_rig():
 
     yield make
     for rig in rigs:
-        for name in ("start_gate", "pause_gate", "load_gate", "close_gate"):
+        for name in ("start_gate", "pause_gate", "load_gate", "verify_gate", "close_gate"):
             getattr(rig.engine, name).open()
         rig.worker.close()
         assert not rig.engine.left_paused

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from torch import Tensor
 
 from pace_lightning.core.trajectory import EndOfData, Prompt, Trajectory, TrajectoryGroup
-from pace_lightning.rollout.engine import Completion, EngineError, Sampling
+from pace_lightning.rollout.engine import Completion, EngineError, Sampling, WrongWeightsError
 
 DEADLINE_SECONDS = 10.0
 TOKENS_PER_VERSION = 2
@@ -198,12 +198,17 @@ class ScriptedEngine:
         self.live: list[Request] = []
         """Submitted and not yet ended, in the order of submission."""
         self.weights: list[tuple[int, dict[str, Tensor]]] = []
-        """``(version, copy of the weights)`` of each publication that succeeded."""
+        """``(version, copy of what was loaded)`` of each load."""
         self.load_error: BaseException | None = None
+        self.lost: set[str] = set()
+        """Tensors that a load leaves as they were, without saying so."""
+        self.fatal: BaseException | None = None
+        """Why nothing can be asked of the engine any more."""
         self.start_error: BaseException | None = None
         self.start_gate = Gate()
         self.pause_gate = Gate()
         self.load_gate = Gate()
+        self.verify_gate = Gate()
         self.close_gate = Gate()
         self.num_pauses = 0
         self.pause_depth = 0
@@ -214,8 +219,15 @@ class ScriptedEngine:
         self._version = 0
         self._clock: Callable[[], int] = lambda: 0
         self._running: asyncio.Event | None = None
+        self._sent: dict[str, Tensor] = {}
 
     # what a test calls
+
+    def die(self, error: BaseException) -> None:
+        """End every request with this error, and raise it from whatever is asked. Any thread."""
+        self.fatal = error
+        for request in list(self.live):
+            request.finish(error)
 
     def until(self, predicate: Callable[[], object], what: str) -> None:
         """Wait until the predicate holds; it is asked whenever something happens in the engine."""
@@ -251,7 +263,7 @@ class ScriptedEngine:
         if self.start_error is not None:
             raise self.start_error
         self._clock = clock
-        self._dead, self.closed = Future(), False
+        self._dead, self.closed, self.fatal = Future(), False, None
         if self.num_starts > 1:
             self._version = -1  # until weights are loaded again
         self._running = asyncio.Event()
@@ -269,6 +281,7 @@ class ScriptedEngine:
         assert self._running is not None
         if self._dead.done():
             raise self._dead.result()
+        self._check_alive()
         request = Request(len(self.requests) + 1, prompt, n, sampling, self._version)
         request.while_paused = self.left_paused
         self.requests.append(request)
@@ -283,6 +296,7 @@ class ScriptedEngine:
             if isinstance(how, BaseException):
                 raise how
             await self._running.wait()  # no token flows while paused
+            self._check_alive()  # nor one of weights that are known to be wrong
             return self._complete(request, spoiled=how == NAN)
         except BaseException as error:
             request.cancelled = isinstance(error, asyncio.CancelledError)
@@ -320,6 +334,7 @@ class ScriptedEngine:
         """Hold back all ends of requests."""
         assert self._running is not None
         await self.pause_gate.pass_through()
+        self._check_alive()
         self.num_pauses += 1
         self.pause_depth += 1
         self._running.clear()
@@ -336,9 +351,13 @@ class ScriptedEngine:
         await self.load_gate.pass_through()
         if not self.left_paused:
             raise EngineError("weights were loaded without a pause")
+        self._check_alive()
         if self.load_error is not None:
             raise self.load_error
-        self.weights.append((version, {name: w.clone() for name, w in weights.items()}))
+        self._sent = {name: weight.clone() for name, weight in weights.items()}
+        held = self.weights[-1][1] if self.weights else {}
+        kept = {name: held[name] for name in self.lost & held.keys()}
+        self.weights.append((version, self._sent | kept))
         self._version = version
         for request in self.live:
             request.versions.append(version)
@@ -348,10 +367,21 @@ class ScriptedEngine:
         """Nothing to prepare."""
 
     async def verify_weights(self) -> None:
-        """They were copied."""
+        """Compare what is held with what was sent; an engine that holds anything else is lost."""
+        await self.verify_gate.pass_through()
+        self._check_alive()
+        version, held = self.weights[-1]
+        if wrong := [name for name in self._sent if not held[name].equal(self._sent[name])]:
+            error = WrongWeightsError(f"{wrong} of version {version} did not arrive")
+            self.die(error)
+            raise error
 
     async def rescore_prefixes(self) -> None:
         """Its log-probs do not depend on weights: nothing has drifted."""
+
+    def _check_alive(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
 
     def describe(self) -> str:
         """One line."""

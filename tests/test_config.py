@@ -219,6 +219,13 @@ def test_overrides_win_in_order_and_reach_into_lists_and_options(folder):
         ("seed=[", "override 'seed=[', line 2: not valid YAML"),
         ("trainer.stepps=1", "unknown key trainer.stepps: did you mean 'steps'?"),
         ("trainer=1", "trainer is 1, expected a section"),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p is not possible: responses are sampled from the whole",
+        ),
+        ("rollout.top_k=20", "rollout.top_k is not possible"),
+        ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not possible"),
+        ("eval.min_p=0.1", "eval.min_p is not possible"),
         ("data.sources.1.size=3", "data.sources has 1 entries, so there is no entry 1"),
         ("data.sources.x.size=3", "expected a list"),
     ],

@@ -21,7 +21,10 @@ class PublishReport:
     pause_seconds: float
     """How long no token flowed."""
     verify_seconds: float = 0.0
-    """The part of it that went into seeing that the weights arrived."""
+    """The part of the pause that went into seeing that the weights arrived.
+
+    0 where that happens while tokens flow again.
+    """
 
 
 async def publish(

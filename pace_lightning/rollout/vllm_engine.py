@@ -177,7 +177,7 @@ class VLLMEngine:
             self._requests.remove(request)
             for task in request.rescoring:
                 task.cancel()
-            await self._withdraw(request)
+            await self._withdraw([request])
         return [response.completion() for response in request.responses]
 
     async def _submit(self, request: Request) -> None:
@@ -219,15 +219,24 @@ class VLLMEngine:
         if not request.unfinished and not request.finished.done():
             request.finished.set_result(None)
 
-    async def _withdraw(self, request: Request) -> None:
-        """Take a request back; what has arrived of it stays."""
-        ids = []
+    async def _withdraw(self, requests: Sequence[Request]) -> None:
+        """Take requests back, in one call of the engine; what has arrived of them stays."""
+        ids = [name for request in requests for name in self._stop_reading(request)]
+        if ids and self._link.llm is not None and not self._link.llm.errored:
+            with contextlib.suppress(EngineError):  # dead: whoever waits for it hears of it
+                await self._link.answer(
+                    self._link.llm.abort(ids, internal=True), "taking requests back"
+                )
+
+    def _stop_reading(self, request: Request) -> list[str]:
+        """Take over what has arrived of a request; vLLM's names of the responses that it runs."""
+        names = []
         for response in request.unfinished:
             if response.reader is None:
                 continue
             response.reader.cancel()
             response.reader = None
-            ids.append(response.outputs.request_id)
+            names.append(response.outputs.request_id)
             if request.finished.done():
                 continue
             try:
@@ -235,11 +244,7 @@ class VLLMEngine:
                     self._receive(request, response, output)
             except Exception as error:
                 request.fail(self._link.failure(error, "generation"))
-        if ids and self._link.llm is not None and not self._link.llm.errored:
-            with contextlib.suppress(EngineError):  # dead: whoever waits for it hears of it
-                await self._link.answer(
-                    self._link.llm.abort(ids, internal=True), "taking requests back"
-                )
+        return names
 
     # --- publication ------------------------------------------------------------------------------
 
@@ -270,8 +275,9 @@ class VLLMEngine:
         if self._probe.expected is None:
             await self.prepare_weights(weights)
         if self._recompute_cache:
-            for request in list(self._requests):
-                await self._withdraw(request)
+            requests = list(self._requests)
+            await self._withdraw(requests)
+            for request in requests:
                 request.submitted = False
         self._trusted.clear()
         try:

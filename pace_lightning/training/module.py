@@ -126,6 +126,15 @@ class PolicyModule(pl.LightningModule):
         """Optimizer steps behind the present weights: the clock of the system."""
         return self.trainer.global_step
 
+    @property
+    def lag0_gap(self) -> float | None:
+        """Mean of |policy - behavior log-prob| on tokens of the present version, of this draw.
+
+        None if there are none.
+        """
+        sums = self._statistics.sums
+        return sums["fresh_gap"] / sums["fresh_tokens"] if sums["fresh_tokens"] else None
+
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters under the names that an engine knows; views, not copies."""
         return {name: parameter.data for name, parameter in self.policy.named_parameters()}

@@ -289,8 +289,9 @@ class LearningMonitor(StepMonitor):
             "time/rss_gib": psutil.Process().memory_info().rss / 2**30,
         }
         metrics |= {f"time/{part}_seconds": value for part, value in step_seconds.items()}
-        if self._weight_sync.last_report is not None:
-            metrics["time/publish_pause_seconds"] = self._weight_sync.last_report.pause_seconds
+        if (published := self._weight_sync.last_report) is not None:
+            metrics["time/publish_pause_seconds"] = published.pause_seconds
+            metrics["time/publish_verify_seconds"] = published.verify_seconds
         self._before = now
         log_metrics(trainer, metrics, report.version)
         gap = metrics.get("ratio/lag0_log_abs_mean")

@@ -32,14 +32,15 @@ pytest.importorskip("vllm", reason="make setup-vllm installs it", exc_type=Impor
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1500),
     # vLLM leaves sockets to the garbage collector
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 STOP = 2
 PROMPT = [5, 17, 42, 8, 3, 11, 29]
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 600.0
+"""On a machine that is busy with other things, vLLM gets little of a core."""
 CLOSE = {"atol": 2e-5, "rtol": 0.0}
 CORE = max(os.sched_getaffinity(0))
 
@@ -76,7 +77,7 @@ class Trained:
             launch,
             reference=lambda tokens: sequence_logprobs(self.policy(self.version), tokens),
             stop_token_ids=[STOP],
-            **{"answer_timeout_seconds": 60.0, "startup_timeout_seconds": 120.0} | settings,
+            **{"answer_timeout_seconds": 300.0, "startup_timeout_seconds": 500.0} | settings,
         )
 
     def policy(self, version):
@@ -117,11 +118,12 @@ class Trained:
 
 def engine_children():
     """Processes below this one but Python's resource trackers, which serve until the end."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if not any("resource_tracker" in word for word in child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.fixture
@@ -129,8 +131,26 @@ def nothing_left():
     """No process is left that the test started; the shared engine may run beside it."""
     before = set(engine_children())
     yield
-    _, alive = psutil.wait_procs(set(engine_children()) - before, timeout=15)
+    _, alive = psutil.wait_procs(set(engine_children()) - before, timeout=60)
     assert alive == []
+
+
+@pytest.fixture
+def make_trained(nothing_left):
+    """Makes engines that are not shared, and closes them."""
+    made = []
+
+    def make(**settings):
+        made.append(Trained(**settings))
+        return made[-1]
+
+    yield make
+    for trained in made:
+        trained.close()
+
+
+def set_answer_timeout(engine, seconds):
+    engine._answer_timeout_seconds = engine._link._answer_timeout_seconds = seconds
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +365,37 @@ def test_a_prompt_that_is_too_long_fails_alone(trained):
     assert len(trained.run(scenario())) == 1
 
 
+def test_a_publication_takes_all_requests_back_in_one_call(trained, monkeypatch):
+    calls = []
+    abort = trained.engine._link.llm.abort
+
+    async def counting(names, **options):
+        calls.append(list(names))
+        await abort(names, **options)
+
+    monkeypatch.setattr(trained.engine._link.llm, "abort", counting)
+
+    async def scenario():
+        await trained.publish_next()
+        tasks = [
+            asyncio.ensure_future(
+                trained.engine.generate(PROMPT, n=4, sampling=Sampling(100, temperature=1.0))
+            )
+            for _ in range(3)
+        ]
+        await trained.tokens(24)
+        unfinished = sum(len(request.unfinished) for request in trained.engine._requests)
+        await trained.publish_next()
+        return unfinished, await asyncio.gather(*tasks)
+
+    unfinished, results = trained.run(scenario())
+    assert len(calls) == 1
+    assert 8 < len(calls[0]) <= unfinished
+    assert len(set(calls[0])) == len(calls[0])
+    for completion in [completion for completions in results for completion in completions]:
+        assert_well_formed(completion, 100)
+
+
 # --- publications that go wrong -------------------------------------------------------------------
 
 
@@ -378,113 +429,96 @@ def test_the_trainers_own_environment_is_left_as_it_was(trained):
 
 
 def test_an_engine_that_is_killed_in_the_middle_ends_all_requests_with_an_error_that_says_so(
-    nothing_left,
+    make_trained,
 ):
-    trained = Trained().start()
-    try:
+    trained = make_trained().start()
 
-        async def scenario():
-            await trained.publish(1)
-            tasks = [
-                asyncio.ensure_future(trained.engine.generate(PROMPT, n=4, sampling=Sampling(100)))
-                for _ in range(3)
-            ]
-            await trained.tokens(5)
-            with contextlib.suppress(EngineError):  # if its death is noticed so soon
-                async with trained.engine.paused():  # or they might be finished before it
-                    os.kill(trained.engine.pids()[0], signal.SIGKILL)
-            start = time.monotonic()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - start < 15
-            for result in results:
-                assert isinstance(result, EngineError)
-                assert "the vLLM engine process died" in str(result)
-            with pytest.raises(EngineError, match="died"):
-                await trained.publish(2)
+    async def scenario():
+        await trained.publish(1)
+        tasks = [
+            asyncio.ensure_future(trained.engine.generate(PROMPT, n=4, sampling=Sampling(100)))
+            for _ in range(3)
+        ]
+        await trained.tokens(5)
+        with contextlib.suppress(EngineError):  # if its death is noticed so soon
+            async with trained.engine.paused():  # or they might be finished before it
+                os.kill(trained.engine.pids()[0], signal.SIGKILL)
+        start = time.monotonic()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - start < DEADLINE_SECONDS / 10
+        for result in results:
+            assert isinstance(result, EngineError)
+            assert "the vLLM engine process died" in str(result)
+        with pytest.raises(EngineError, match="died"):
+            await trained.publish(2)
 
-        trained.run(scenario())
-        assert "dead" in trained.engine.describe()
-    finally:
-        trained.close()
+    trained.run(scenario())
+    assert "dead" in trained.engine.describe()
 
 
-def test_a_stopped_engine_is_named_within_the_deadline(nothing_left):
-    trained = Trained(answer_timeout_seconds=5.0).start()
+def test_a_stopped_engine_is_named_within_the_deadline(make_trained):
+    trained = make_trained().start()
 
     async def stop_in_a_pause():
         async with trained.engine.paused():
             for pid in trained.engine.pids():
                 os.kill(pid, signal.SIGSTOP)
 
-    try:
+    async def scenario():
+        await trained.publish(1)
+        task = asyncio.ensure_future(trained.engine.generate(PROMPT, n=4, sampling=Sampling(100)))
+        await trained.tokens(5)
+        set_answer_timeout(trained.engine, 5.0)  # now: a busy machine takes its time to publish
+        with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: resuming"):
+            await stop_in_a_pause()
+        with pytest.raises(EngineError, match="no token for"):
+            await asyncio.wait_for(task, DEADLINE_SECONDS)
+        with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: pausing"):
+            await trained.publish(2)
 
-        async def scenario():
-            await trained.publish(1)
-            task = asyncio.ensure_future(
-                trained.engine.generate(PROMPT, n=4, sampling=Sampling(100))
-            )
-            await trained.tokens(5)
-            with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: resuming"):
-                await stop_in_a_pause()
-            with pytest.raises(EngineError, match="no token for"):
-                await asyncio.wait_for(task, 30)
-            with pytest.raises(EngineError, match=r"did not answer within 5\.0 s: pausing"):
-                await trained.publish(2)
-
-        trained.run(scenario())
-    finally:
-        trained.close()
+    trained.run(scenario())
 
 
-def test_an_engine_that_is_not_ready_in_time_is_given_up_and_ended(nothing_left):
-    trained = Trained(startup_timeout_seconds=3.0)
-    try:
-        with pytest.raises(EngineError, match=r"not ready after 3.0 s"):
-            trained.start()
-    finally:
-        trained.close()
+def test_an_engine_that_is_not_ready_in_time_is_given_up_and_ended(make_trained):
+    trained = make_trained(startup_timeout_seconds=3.0)
+    with pytest.raises(EngineError, match=r"not ready after 3.0 s"):
+        trained.start()
 
 
-def test_a_tied_head_that_stays_behind_is_found_at_the_first_publication(monkeypatch, nothing_left):
+def test_a_tied_head_that_stays_behind_is_found_at_the_first_publication(monkeypatch, make_trained):
     # without the repair: the model is served as it is, its head tied to the embedding
     monkeypatch.setattr(vllm_weights, "tied_parameters", lambda model: {})
-    trained = Trained().start()
-    try:
-        with pytest.raises(EngineError, match="version 1 did not arrive in vLLM as they are"):
-            trained.run(trained.publish(1))
-        with pytest.raises(EngineError, match="did not arrive"):
-            trained.run(trained.engine.generate(PROMPT, n=1, sampling=Sampling(4)))
-    finally:
-        trained.close()
+    trained = make_trained().start()
+    with pytest.raises(EngineError, match="version 1 did not arrive in vLLM as they are"):
+        trained.run(trained.publish(1))
+    with pytest.raises(EngineError, match="did not arrive"):
+        trained.run(trained.engine.generate(PROMPT, n=1, sampling=Sampling(4)))
 
 
-def test_a_kept_cache_keeps_versions_and_prefix_scores_true(nothing_left):
-    trained = Trained(recompute_cache=False).start()
-    try:
+def test_a_kept_cache_keeps_versions_and_prefix_scores_true(make_trained):
+    trained = make_trained(recompute_cache=False).start()
 
-        async def scenario():
-            await trained.publish(1)
-            return await across_publications(trained, 12, publications=1)
+    async def scenario():
+        await trained.publish(1)
+        return await across_publications(trained, 12, publications=1)
 
-        completions, _ = trained.run(scenario())
-        mixed = [completion for completion in completions if len(set(completion.versions)) == 2]
-        assert mixed
-        for completion in mixed:
-            assert_well_formed(completion, 110)
-            size = sum(version < 2 for version in completion.versions)
-            expected = trainer_logprobs(trained.policy(1), PROMPT, completion)
-            torch.testing.assert_close(
-                torch.tensor(completion.logprobs[:size]), expected[:size], **CLOSE
-            )
-            # the keys and values of the old weights are still used: the rest is of neither
-            new = trainer_logprobs(trained.policy(2), PROMPT, completion)
-            gap = (torch.tensor(completion.logprobs) - new)[size:].abs().max()
-            assert gap > 0.01
-            (event,) = completion.rescores
-            ours = rescore(completion.logprobs[:size], new[:size].clamp(max=0.0).tolist())
-            assert event.absolute == pytest.approx(ours.absolute, abs=1e-3)
-    finally:
-        trained.close()
+    completions, _ = trained.run(scenario())
+    mixed = [completion for completion in completions if len(set(completion.versions)) == 2]
+    assert mixed
+    for completion in mixed:
+        assert_well_formed(completion, 110)
+        size = sum(version < 2 for version in completion.versions)
+        expected = trainer_logprobs(trained.policy(1), PROMPT, completion)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs[:size]), expected[:size], **CLOSE
+        )
+        # the keys and values of the old weights are still used: the rest is of neither
+        new = trainer_logprobs(trained.policy(2), PROMPT, completion)
+        gap = (torch.tensor(completion.logprobs) - new)[size:].abs().max()
+        assert gap > 0.01
+        (event,) = completion.rescores
+        ours = rescore(completion.logprobs[:size], new[:size].clamp(max=0.0).tolist())
+        assert event.absolute == pytest.approx(ours.absolute, abs=1e-3)
 
 
 KILLED_TRAINER = """
@@ -517,7 +551,7 @@ def test_the_engine_dies_with_a_trainer_that_is_killed(tmp_path):
         trainer.kill()
         trainer.wait()
         _, alive = psutil.wait_procs(
-            [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))], timeout=10
+            [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))], timeout=60
         )
         assert alive == []
         assert not Path(path).exists()

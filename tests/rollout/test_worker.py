@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -444,6 +445,96 @@ def test_an_engine_that_dies_during_a_publication_fails_it_with_its_own_error(ma
     with pytest.raises(EngineError) as raised:
         publishing()
     assert raised.value is error
+
+
+def weights_of_version(version):
+    return {"body": torch.full((3,), float(version)), "head": torch.full((2,), float(version))}
+
+
+def test_a_publication_that_arrives_in_part_stops_everything_before_the_next_token(make_rig):
+    rig = make_rig(dispatch=FixedSlots(3)).train()
+    rig.worker.publish(weights_of_version(0), 0, timeout_seconds=DEADLINE_SECONDS)
+    begun, *_ = rig.engine.await_live(3)
+    rig.engine.lost = {"head"}
+    rig.engine.verify_gate.shut()
+    publishing = in_thread(
+        lambda: rig.worker.publish(weights_of_version(1), 1, timeout_seconds=DEADLINE_SECONDS)
+    )
+    rig.engine.verify_gate.await_reached()
+    begun.finish()  # in the pause: it must not be handed out under weights that nobody has verified
+    rig.let_run()
+    rig.engine.verify_gate.open()
+    with pytest.raises(EngineError, match=r"\['head'\] of version 1 did not arrive") as raised:
+        publishing()
+    with pytest.raises(EngineError) as drawn:
+        rig.draw(1, version=1)
+    assert drawn.value is raised.value
+    rig.await_thread_end()
+    assert len(rig.pool) == 0
+    assert not rig.engine.left_paused
+    assert rig.engine.closed
+
+
+def test_a_tensor_that_is_left_alone_and_is_right_anyway_is_no_fault(make_rig):
+    rig = make_rig().start()
+    rig.engine.lost = {"head"}  # the engine never held another one
+    rig.worker.publish(weights_of_version(1), 1, timeout_seconds=DEADLINE_SECONDS)
+    rig.worker.publish(
+        weights_of_version(2) | {"head": weights_of_version(1)["head"]},
+        2,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert [version for version, _ in rig.engine.weights] == [1, 2]
+
+
+def test_a_verification_that_hangs_is_given_up_with_a_message_and_resumed(make_rig):
+    rig = make_rig().train()
+    rig.engine.verify_gate.shut()
+    with pytest.raises(RolloutTimeoutError, match=r"a publication took longer than 0.05 s.*alive"):
+        rig.worker.publish(WEIGHTS, 1, timeout_seconds=0.05)
+    rig.engine.until(lambda: not rig.engine.left_paused, "the engine was resumed")
+
+
+@pytest.mark.parametrize("moment", ["pause", "load", "verify"])
+def test_an_engine_that_dies_in_a_publication_ends_the_worker_with_its_own_error(make_rig, moment):
+    rig = make_rig(dispatch=FixedSlots(2)).train()
+    rig.engine.await_live(2)
+    gate = getattr(rig.engine, f"{moment}_gate").shut()
+    publishing = in_thread(lambda: rig.publish(1))
+    gate.await_reached()
+    rig.engine.die(death := EngineError(f"killed in the {moment}"))
+    gate.open()
+    with pytest.raises(EngineError) as raised:
+        publishing()
+    assert raised.value is death
+    with pytest.raises(EngineError) as drawn:
+        rig.draw(1, version=1)
+    assert drawn.value is death
+    rig.await_thread_end()
+    assert rig.engine.closed
+
+
+def test_the_time_of_the_verification_is_told_apart(make_rig, monkeypatch):
+    rig = make_rig().start()
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("pace_lightning.rollout.groups.time", clock)
+    load, verify = rig.engine.load_weights, rig.engine.verify_weights
+
+    async def load_for_two_seconds(weights, *, version):
+        await load(weights, version=version)
+        now[0] += 2.0
+
+    async def verify_for_three_seconds():
+        await verify()
+        now[0] += 3.0
+
+    rig.engine.load_weights, rig.engine.verify_weights = (
+        load_for_two_seconds,
+        verify_for_three_seconds,
+    )
+    report = rig.publish(1)
+    assert (report.seconds, report.pause_seconds, report.verify_seconds) == (5.0, 5.0, 3.0)
 
 
 def test_an_error_while_dispatching_fails_a_waiting_call_with_that_error(make_rig):
