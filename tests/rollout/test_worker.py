@@ -518,7 +518,7 @@ def test_the_time_of_the_verification_is_told_apart(make_rig, monkeypatch):
     rig = make_rig().start()
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("pace_lightning.rollout.groups.time", clock)
+    monkeypatch.setattr("pace_lightning.rollout.publication.time", clock)
     load, verify = rig.engine.load_weights, rig.engine.verify_weights
 
     async def load_for_two_seconds(weights, *, version):
