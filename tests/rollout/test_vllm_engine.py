@@ -23,7 +23,7 @@ from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.pace import rescore
 from pace_lightning.rollout import vllm_weights
 from pace_lightning.rollout.engine import EngineError, RequestError, Sampling
-from pace_lightning.rollout.groups import publish
+from pace_lightning.rollout.publication import publish
 from pace_lightning.rollout.vllm_engine import VLLMEngine
 from pace_lightning.rollout.vllm_process import Launch
 from pace_lightning.training.policy import load_policy, sequence_logprobs
