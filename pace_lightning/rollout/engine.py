@@ -57,6 +57,15 @@ class Completion:
     """One for each publication at which the unfinished response was re-scored, oldest first."""
 
 
+def check_room(prompt: Sequence[int], sampling: Sampling, max_sequence_tokens: int) -> None:
+    """Raise a `RequestError` if prompt and response may not fit into the engine's sequences."""
+    if len(prompt) + sampling.max_new_tokens > max_sequence_tokens:
+        raise RequestError(
+            f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the "
+            f"engine's {max_sequence_tokens}"
+        )
+
+
 class RolloutEngine(Protocol):
     """A generator whose weights can be replaced while it generates."""
 

@@ -32,7 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.rollout.engine import (
+    Completion,
+    EngineError,
+    RequestError,
+    Sampling,
+    check_room,
+)
 from pace_lightning.rollout.local_requests import (
     Request,
     Response,
@@ -175,12 +181,7 @@ class LocalEngine:
         finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        length = len(prompt) + sampling.max_new_tokens
-        if length > self._max_sequence_tokens:
-            raise RequestError(
-                f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the "
-                f"engine's {self._max_sequence_tokens}"
-            )
+        check_room(prompt, sampling, self._max_sequence_tokens)
         if served(sampling.temperature) not in self._temperatures:
             raise RequestError(
                 f"temperature {sampling.temperature} was not announced to the engine; known: "
@@ -382,14 +383,7 @@ class LocalEngine:
         response.versions += [self._version] * len(new)
         self._num_tokens += len(new)
         if output.is_finished():
-            response.completion = Completion(
-                token_ids=tuple(response.tokens),
-                logprobs=tuple(response.logprobs),
-                versions=tuple(response.versions),
-                completed_at=self._clock(),
-                truncated=response.tokens[-1] not in self._stop_token_ids,
-                rescores=tuple(response.rescores),
-            )
+            response.finish(self._clock(), self._stop_token_ids)
             if all(r.completion is not None for r in request.responses):
                 request.finished.set_result(None)
 

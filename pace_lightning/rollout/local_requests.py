@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,17 @@ class Response:
     """Tokens that were generated before the present submission, and are part of its prompt."""
     rescores: list[PrefixRescore] = field(default_factory=list)
     completion: Completion | None = None
+
+    def finish(self, completed_at: PolicyVersion, stop_token_ids: Collection[int]) -> None:
+        """The last token has arrived."""
+        self.completion = Completion(
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            completed_at=completed_at,
+            truncated=self.tokens[-1] not in stop_token_ids,
+            rescores=tuple(self.rescores),
+        )
 
 
 @dataclass(slots=True)

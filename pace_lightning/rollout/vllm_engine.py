@@ -24,8 +24,7 @@ KV cache of running sequences at a publication:
 Prefixes are shared between requests under one version only: the cache is emptied at a publication
 (recompute), or not used (keep).
 
-On GPUs, weights are sent by vLLM's transfer engines (`vllm_transfer`), and a changed checksum is
-asked for in addition. Nothing of that has been run yet.
+On GPUs, vLLM's transfer engines send the weights and a checksum must change: not run yet.
 """
 
 from __future__ import annotations
@@ -42,7 +41,12 @@ from torch import Tensor
 
 from pace_lightning.core.pace import rescore
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.rollout.engine import (
+    Completion,
+    EngineError,
+    Sampling,
+    check_room,
+)
 from pace_lightning.rollout.vllm_connection import Connection
 from pace_lightning.rollout.vllm_probe import Probe
 from pace_lightning.rollout.vllm_process import Launch
@@ -137,12 +141,7 @@ class VLLMEngine:
         finished: list[Completion] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        length = len(prompt) + sampling.max_new_tokens
-        if length > self._launch.max_sequence_tokens:
-            raise RequestError(
-                f"prompt of {len(prompt)} tokens + {sampling.max_new_tokens} new ones exceed the "
-                f"engine's {self._launch.max_sequence_tokens}"
-            )
+        check_room(prompt, sampling, self._launch.max_sequence_tokens)
         self._link.check_alive()
         request = Request(
             prompt=list(prompt),
@@ -317,9 +316,8 @@ class VLLMEngine:
             )
             sums = None
             if self._launch.devices:
-                sums = await self._link.answer(
-                    self._link.llm.compute_weight_checksums(), "checksums"
-                )
+                work = self._link.llm.compute_weight_checksums()
+                sums = await self._link.answer(work, "checksums")
             self._probe.check(scores, self._version, sums)
         except EngineError as error:
             self._link.fatal = error
@@ -335,9 +333,8 @@ class VLLMEngine:
             begun = [response for response in request.unfinished if response.tokens]
             if begun and request.sampling.temperature != 1:
                 raise EngineError(
-                    "vLLM scores prefixes at temperature 1, but a request is sampled at "
-                    f"{request.sampling.temperature}; use rollout.temperature 1, or engine.kind "
-                    "local"
+                    "vLLM scores prefixes at temperature 1, not at the request's "
+                    f"{request.sampling.temperature}; set it to 1, or use engine.kind local"
                 )
             for response in begun:
                 if self._recompute_cache:

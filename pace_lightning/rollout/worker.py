@@ -1,8 +1,8 @@
 """The rollout thread: keeps groups in flight, scores them, and puts them into the pool.
 
 One event loop, in which nothing blocks: it waits for free slots (woken by a draw, a finished group
-or a publication) and for the engine. What the trainer's thread calls waits for the loop with a
-deadline. Whatever ends the thread, the pool is told first of all.
+or a publication) and for the engine. The trainer's calls wait for the loop with a deadline.
+Whatever ends the thread, the pool is told first of all.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class RolloutWorker(LoopThread):
         sampling: of training rollouts.
         prefix_forgetting: from a response's re-scorings to its score; None: unfinished responses
             are not re-scored at publications.
-        in_rounds: dispatch when nothing is in flight, all at once and while the engine is paused:
-            sampling does not depend on timing then (synchronous mode).
+        in_rounds: dispatch when nothing is in flight, all at once, the engine paused (mode sync).
         group_timeout_seconds: for the generation of one group.
         patience: what is done when generation fails or is late.
         drop_zero_variance: settle groups with equal scores at once (dynamic sampling).
@@ -259,14 +258,13 @@ class RolloutWorker(LoopThread):
         closed = self._data_ended or not (self._training and self._dispatch_open)
         if closed or (self._in_rounds and self.flights):
             return 0
-        return self._dispatch.capacity(
-            DispatchCounts(
-                in_flight=len(self.flights),
-                ready=len(self._pool),
-                accepted=self._pool.num_accepted,
-                version=self._version,
-            )
+        counts = DispatchCounts(
+            in_flight=len(self.flights),
+            ready=len(self._pool),
+            accepted=self._pool.num_accepted,
+            version=self._version,
         )
+        return self._dispatch.capacity(counts)
 
     def _create_rollouts(self, num_groups: int) -> None:
         for _ in range(num_groups):
@@ -377,14 +375,15 @@ class RolloutWorker(LoopThread):
         self._version = clock  # but nothing may be dispatched to the old weights any more
         self._dispatch_open = False
         try:
-            rescore = self._prefix_forgetting is not None
-            report = await self._supervisor.publish(weights, version, rescore=rescore)
+            report = await self._supervisor.publish(
+                weights, version, rescore=self._prefix_forgetting is not None
+            )
         finally:
             self._dispatch_open = True
             self.wake()
         self.flights.say(f"version {version} was published")
-        if self._in_rounds:
-            await self._dispatch_groups()  # before anything else can ask the engine for something
+        if self._in_rounds:  # before anything else can ask the engine for something
+            await self._dispatch_groups()
         return report
 
     async def _evaluate(
@@ -394,9 +393,8 @@ class RolloutWorker(LoopThread):
             await asyncio.sleep(0.005)  # a round first: see in_rounds
         self._dispatch_open = False
         try:
-            return await evaluate(
-                self._supervisor, self._score, prompts, samples=samples, sampling=sampling
-            )
+            ask = self._supervisor, self._score
+            return await evaluate(*ask, prompts, samples=samples, sampling=sampling)
         finally:
             self._dispatch_open = True
             self.wake()

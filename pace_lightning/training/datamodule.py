@@ -27,29 +27,9 @@ from pace_lightning.rollout.groups import NothingToLearnError
 from pace_lightning.rollout.publication import PublishReport
 from pace_lightning.rollout.supervision import Patience
 from pace_lightning.rollout.worker import RolloutWorker
-from pace_lightning.training.stream import TrajectoryStream
+from pace_lightning.training.stream import Prompts, TrajectoryStream
 
 log = logging.getLogger(__name__)
-
-
-class Prompts(Protocol):
-    """What the data module needs of a prompt stream."""
-
-    def lease(self) -> Prompt:
-        """Next prompt; raises `EndOfData` after the last one."""
-        ...
-
-    def settle(self, uid: str) -> None:
-        """The prompt's group ended."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Primitives only."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; what was leased and not settled is leased again."""
-        ...
 
 
 class Scorer(Protocol):

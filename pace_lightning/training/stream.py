@@ -8,16 +8,36 @@ in `__iter__` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from pace_lightning.core.batch import TrainBatch, collate
 from pace_lightning.core.draw_advantages import GROUP_BASELINES
 from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
 from pace_lightning.core.staleness import mean_staleness
-from pace_lightning.core.trajectory import PolicyVersion, Trajectory, TrajectoryGroup
+from pace_lightning.core.trajectory import PolicyVersion, Prompt, Trajectory, TrajectoryGroup
+
+
+class Prompts(Protocol):
+    """What the data module needs of a prompt stream."""
+
+    def lease(self) -> Prompt:
+        """Next prompt; raises `EndOfData` after the last one."""
+        ...
+
+    def settle(self, uid: str) -> None:
+        """The prompt's group ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; what was leased and not settled is leased again."""
+        ...
 
 
 class TrajectoryStream:
