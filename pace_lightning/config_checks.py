@@ -7,6 +7,7 @@ path, its value and the reason. What depends on the machine or on files is check
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pace_lightning.config import Config, ConfigError, Mode
 from pace_lightning.config_explain import longest_deadline, outstanding_limit, pace_window
 from pace_lightning.config_load import nearest, show
-from pace_lightning.config_methods import method_problems, needs_group, probe_problems
+from pace_lightning.config_methods import ignored_pace, method_problems, needs_group, probe_problems
 from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES
 from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.objective import DENOMINATORS
@@ -384,6 +385,7 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _deadlines,
     _admission,
     _pace,
+    ignored_pace,
     _reward,
     method_problems,
     _engine,
@@ -394,7 +396,4 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 def _get(config: Config, path: str) -> Any:
     """The value at a dotted path."""
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(path)(config)

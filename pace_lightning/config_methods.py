@@ -6,11 +6,12 @@ Rules on combinations are those of docs/methods.md; each refusal says its rule i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from pace_lightning.config import Config
+from pace_lightning.config import Config, PaceConfig
 from pace_lightning.config_load import nearest, show
 from pace_lightning.core.batch_advantages import opob_advantages
 from pace_lightning.core.corrections import METHODS
@@ -67,6 +68,19 @@ def objective_of(config: Config) -> Objective:
         has_proximal=loss.proximal != "none",
         opob=opob if loss.advantage == "opob" else None,
     )
+
+
+def ignored_pace(config: Config) -> Iterator[str]:
+    """Settings of section ``pace`` that nobody would read."""
+    if config.admission.policy == "pace":
+        return
+    for field in fields(PaceConfig):
+        value = getattr(config.pace, field.name)
+        if value != field.default:
+            yield (
+                f"pace.{field.name} is {show(value)}, but admission.policy is "
+                f"{config.admission.policy}, which ignores it; set admission.policy: pace"
+            )
 
 
 def method_problems(config: Config) -> Iterator[str]:

@@ -142,7 +142,16 @@ def test_a_fingerprint_is_of_the_content(tmp_path, with_files):
     found = fingerprint(load(SMOKE, with_files))
     content = hashlib.sha256(b"{}\n").hexdigest()
     assert found[str(tmp_path / "prompts.jsonl")] == content
-    assert set(found) == {str(tmp_path / "prompts.jsonl"), str(tmp_path / "model")}
+    reward = "reward pace_lightning.tasks.rewards"
+    assert set(found) == {str(tmp_path / "prompts.jsonl"), str(tmp_path / "model"), reward}
+
+
+def test_another_reward_function_under_the_same_name_is_another_run(tmp_path, with_files):
+    (tmp_path / "judge.py").write_text("def exact(**_): return [1.0]\n")
+    settings = [*with_files, "reward.function=judge:exact", f"reward.paths=[{tmp_path}]"]
+    before = fingerprint(load(SMOKE, settings))
+    (tmp_path / "judge.py").write_text("def exact(**_): return [0.0]\n")
+    assert fingerprint(load(SMOKE, settings)) != before
 
 
 # --- what is refused ---

@@ -340,6 +340,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["engine.cache_tokens=768", "eval.max_new_tokens=300"], "512 prompt + 300 response = 812"),
         (["engine.max_batch_tokens=64"], "use at least 65"),
         (["optim.warmup_steps=21"], "more than trainer.steps 20"),
+        (["pace.gamma=2"], "pace.gamma is 2.0, but admission.policy is all, which ignores it"),
         (["model.warm_start.steps=5"], "model.warm_start.path is not"),
         (["model.warm_start.steps=-1"], "it must be at least 0 (0 is no warm start)"),
         (["trainer.min_step_seconds=-1"], "trainer.min_step_seconds is -1"),

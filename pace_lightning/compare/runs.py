@@ -137,6 +137,12 @@ def fingerprint(config: Config) -> dict[str, str]:
             path = resolve(name)
             if isinstance(path, Path):
                 found[name] = _hash_of(path)
+    reward = config.reward.function.partition(":")[0]
+    for folder in [*config.reward.paths, *sys.path]:  # where the judge looks, without importing it
+        file = Path(folder) / f"{reward.replace('.', '/')}.py"
+        if file.is_file():
+            found[f"reward {reward}"] = _hash_of(file)
+            break
     return found
 
 
