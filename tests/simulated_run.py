@@ -309,7 +309,12 @@ class Engine(ScriptedEngine):
         self._rng = rng
 
     async def generate(
-        self, prompt: Sequence[int], *, n: int, sampling: Sampling
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        finished: list[Completion] | None = None,
     ) -> list[Completion]:
         rng, scenario, number = self._rng, self._observer.scenario, len(self.requests) + 1
         training = sampling == TRAINING
@@ -330,10 +335,11 @@ class Engine(ScriptedEngine):
             seconds = rng.choice([0.0, 0.5, rng.random(), 3 * rng.random(), 11 * rng.random()])
             end = "finish" if how == "short" else how
             asyncio.get_running_loop().call_later(seconds, self._finish, number, end)
-        completions = await super().generate(prompt, n=n, sampling=sampling)
+        completions = await super().generate(prompt, n=n, sampling=sampling, finished=finished)
         request = self.requests[number - 1]
+        if how == "short":  # refused as a whole: its tokens end with no group
+            return completions[: n - 1]
         if training:
-            completions = completions[: n - 1] if how == "short" else completions
             self._observer.completed(completions[0].completed_at, completions)
         else:
             self._observer.require(len(request.versions) == 1, "evaluation saw two policies")
@@ -366,7 +372,10 @@ class Sync(WeightSync):
         super().__init__(process.data, every_steps=process.scenario.every_steps)
         self._process = process
 
-    def _publish(self, _: Any) -> None:
+    def _publish_lagged(self, _: Any) -> None:
+        self._publish()
+
+    def _publish(self, *_: Any) -> None:
         process = self._process
         process.observer.told = process.trainer.global_step
         process.data.start()
