@@ -167,7 +167,8 @@ def test_a_failed_run_says_so_in_its_summary_and_keeps_its_books(
     engine.script[4 + 11] = EngineError("the engine burned down")
     use_script(monkeypatch, engine)
     with pytest.raises(EngineError, match="burned down"):
-        train(configure(tmp_path / "run", "data.held_out=4"), lambda _: None)
+        settings = ("data.held_out=4", "engine.max_restarts=0")
+        train(configure(tmp_path / "run", *settings), lambda _: None)
     summary = read_summary(tmp_path / "run")
     assert summary["status"] == "failed"
     assert "the engine burned down" in summary["error"]

@@ -50,6 +50,7 @@ SUMMARY_FIELDS = {
     "seconds",
     "staleness",
     "fates",
+    "incidents",
     "fates_unit",
     "fates_tokens",
     "rejected_shares",
