@@ -131,10 +131,12 @@ class Books:
     """Out when the checkpoint was taken, and not leased again yet."""
     fates: dict[str, Fate] = field(default_factory=dict)
     version: int = 0
+    num_trained: int = 0
+    """Groups; in the middle of a step fewer than the version says."""
 
     def restored(self) -> Books:
         """The books of a process that begins with this copy."""
-        return Books({}, {*self.out, *self.lost}, dict(self.fates), self.version)
+        return Books({}, {*self.out, *self.lost}, dict(self.fates), self.version, self.num_trained)
 
 
 class Observer:
@@ -187,7 +189,7 @@ class Observer:
             free.append(rule.slots - len(books.out) + len(self.ready) - len(self.pool))
         if isinstance(rule, AheadBound):
             size = self.scenario.groups_per_step
-            used = books.version * size + len(books.out)
+            used = books.num_trained + len(books.out)
             free.append((rule.eta + self.told + 1) * size - used)
         return min(free)
 
@@ -211,6 +213,7 @@ class Observer:
         self.num_shed += shed
         del self.books.out[uid]
         self.books.fates[uid] = fate
+        self.books.num_trained += fate is Fate.TRAINED
         self.ready.discard(uid)
         self.drawn.discard(uid)
 

@@ -36,7 +36,7 @@ from pace_lightning.training import datamodule
 CLOCK_TICK = 1e-6
 """Whoever waited for a deadline wakes up after it."""
 
-MAX_STEPS = 50_000
+MAX_STEPS = 500_000
 """Callbacks of one process; more is a livelock."""
 
 
