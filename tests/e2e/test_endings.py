@@ -166,8 +166,8 @@ def test_a_failed_run_says_so_in_its_summary_and_keeps_its_books(
     # 4 evaluation prompts come first, and 4 groups make a step
     engine.script[4 + 11] = EngineError("the engine burned down")
     use_script(monkeypatch, engine)
+    settings = ("data.held_out=4", "engine.max_restarts=0")
     with pytest.raises(EngineError, match="burned down"):
-        settings = ("data.held_out=4", "engine.max_restarts=0")
         train(configure(tmp_path / "run", *settings), lambda _: None)
     summary = read_summary(tmp_path / "run")
     assert summary["status"] == "failed"
