@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -204,27 +204,50 @@ def _converted(gguf: Path) -> Path:
     """The Hugging Face directory made from a GGUF file, in the cache; converted on first use."""
     stat = gguf.stat()
     key = hashlib.sha256(f"{gguf.name}:{stat.st_size}:{_head_hash(gguf)}".encode()).hexdigest()[:16]
-    cache = (
-        Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser()
-        / "models"
-    )
-    target = cache / f"{gguf.stem}-{key}"
-    if (target / _CONVERTED).exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    log.info("converting %s once, into %s", gguf.name, target)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
-    try:
+
+    def convert(scratch: Path) -> dict[str, Any]:
+        log.info("converting %s once, into the cache", gguf.name)
         _convert(gguf, scratch)
-        (scratch / _CONVERTED).write_text(json.dumps({"source": gguf.name, "bytes": stat.st_size}))
+        return {"source": gguf.name, "bytes": stat.st_size}
+
+    return made_once("models", f"{gguf.stem}-{key}", _CONVERTED, convert)
+
+
+def cached(kind: str, name: str, marker: str) -> Path | None:
+    """A directory that `made_once` has made, or None."""
+    target = _cache() / kind / name
+    return target if (target / marker).exists() else None
+
+
+def made_once(kind: str, name: str, marker: str, make: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """A directory in the cache, made now unless it is there; whole or absent, whoever is killed.
+
+    Args:
+        kind: subdirectory of the cache.
+        name: of the directory; must stand for everything that goes into it.
+        marker: file that says it is whole, and holds what ``make`` returns.
+        make: fills an empty directory.
+    """
+    if (found := cached(kind, name, marker)) is not None:
+        return found
+    target = _cache() / kind / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        report = make(scratch)
+        (scratch / marker).write_text(json.dumps(report, indent=2) + "\n")
         try:
             scratch.rename(target)
         except OSError:
-            if not (target / _CONVERTED).exists():
+            if not (target / marker).exists():  # else another process was faster
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser()
 
 
 def _head_hash(path: Path) -> str:

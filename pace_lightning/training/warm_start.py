@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,9 +19,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pace_lightning.core.logprobs import token_logprobs
-from pace_lightning.training.policy import ModelError, load_policy, local_model
+from pace_lightning.training.policy import (
+    ModelError,
+    cached,
+    load_policy,
+    local_model,
+    made_once,
+)
 
 MARKER = "pace_lightning_warm_start.json"
+KIND = "warm_starts"
 
 Example = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion, which ends with the end-of-sequence token."""
@@ -78,30 +82,25 @@ def warm_start(
         "seed": seed,
         "random_init": random_init,
     }
-    root = Path(os.environ.get("PACE_LIGHTNING_CACHE", "~/.cache/pace_lightning")).expanduser()
-    target = root / "warm_starts" / _key(path, examples, settings)
-    if (target / MARKER).exists():
-        emit(f"warm start: from the cache, {target}")
-        return target
+    key = _key(path, examples, settings)
+    if (found := cached(KIND, key, MARKER)) is not None:
+        emit(f"warm start: from the cache, {found}")
+        return found
     emit(f"warm start: {steps} supervised steps, once; the result is cached")
-    started = time.monotonic()
-    model = load_policy(path, random_init=random_init, seed=seed, attention=attention)
-    loss = _train(model, examples, settings, num_threads)
-    seconds = round(time.monotonic() - started, 1)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".training-", dir=target.parent))
-    try:
+    report: dict[str, Any] = {}
+
+    def make(scratch: Path) -> dict[str, Any]:
+        started = time.monotonic()
+        model = load_policy(path, random_init=random_init, seed=seed, attention=attention)
+        loss = _train(model, examples, settings, num_threads)
+        seconds = round(time.monotonic() - started, 1)
+        report.update({"model": path, **settings, "loss_nats_per_token": loss, "seconds": seconds})
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        report = {"model": path, **settings, "loss_nats_per_token": loss, "seconds": seconds}
-        (scratch / MARKER).write_text(json.dumps(report, indent=2) + "\n")
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not (target / MARKER).exists():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return report
+
+    target = made_once(KIND, key, MARKER, make)
+    seconds, loss = report["seconds"], report["loss_nats_per_token"]
     emit(f"warm start: {seconds:.0f} s, loss {loss:.3f} nats per token, {target}")
     return target
 
