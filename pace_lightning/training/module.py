@@ -128,12 +128,8 @@ class PolicyModule(pl.LightningModule):
 
     @property
     def lag0_gap(self) -> float | None:
-        """Mean of |policy - behavior log-prob| on tokens of the present version, of this draw.
-
-        None if there are none.
-        """
-        sums = self._statistics.sums
-        return sums["fresh_gap"] / sums["fresh_tokens"] if sums["fresh_tokens"] else None
+        """See `StepStatistics.lag0_gap`; of this draw."""
+        return self._statistics.lag0_gap
 
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters under the names that an engine knows; views, not copies."""

@@ -69,6 +69,12 @@ class StepStatistics:
         """Share of the trained tokens that nothing cuts off."""
         return self.sums["active_sum"] / max(self.sums["tokens"], 1.0)
 
+    @property
+    def lag0_gap(self) -> float | None:
+        """Mean of |policy - behavior log-prob| on tokens of the present version, if any."""
+        sums = self.sums
+        return sums["fresh_gap"] / sums["fresh_tokens"] if sums["fresh_tokens"] else None
+
     def metrics(self) -> dict[str, float]:
         """Means over the draw."""
         sums = self.sums
@@ -100,8 +106,8 @@ class StepStatistics:
             metrics["time/prepass_seconds"] = sums["prepass_seconds"]
         if "kl" in sums:
             metrics["loss/kl"] = sums["kl"] / tokens
-        if sums["fresh_tokens"]:
-            metrics["ratio/lag0_log_abs_mean"] = sums["fresh_gap"] / sums["fresh_tokens"]
+        if (gap := self.lag0_gap) is not None:
+            metrics["ratio/lag0_log_abs_mean"] = gap
             metrics["ratio/lag0_log_abs_max"] = sums["fresh_gap_max"]
             metrics["ratio/lag0_tokens"] = sums["fresh_tokens"]
         return metrics
