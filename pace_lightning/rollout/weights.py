@@ -10,18 +10,26 @@ from torch import Tensor
 from pace_lightning.rollout.engine import WrongWeightsError
 
 
+def manifest_differences(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> tuple[list[str], list[str], list[str]]:
+    """Names missing in ``weights``, names unknown to ``own``, and names of different shapes."""
+    missing = sorted(own.keys() - weights.keys())
+    unknown = sorted(weights.keys() - own.keys())
+    shapes = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    return missing, unknown, shapes
+
+
 def compare_manifest(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Refuse weights whose names or shapes are not the engine's.
 
     Raises:
         WrongWeightsError: with the differences.
     """
-    missing = sorted(own.keys() - weights.keys())
-    unknown = sorted(weights.keys() - own.keys())
+    missing, unknown, different = manifest_differences(own, weights)
     shapes = [
-        f"{name}: engine {tuple(tensor.shape)}, trainer {tuple(weights[name].shape)}"
-        for name, tensor in own.items()
-        if name in weights and tensor.shape != weights[name].shape
+        f"{name}: engine {tuple(own[name].shape)}, trainer {tuple(weights[name].shape)}"
+        for name in different
     ]
     if missing or unknown or shapes:
         raise WrongWeightsError(

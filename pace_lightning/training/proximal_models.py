@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.proximal_sources import Compute
 from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.weights import manifest_differences
 
 
 @contextmanager
@@ -346,11 +347,7 @@ def _copies(
 def _check_manifest(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not those of the parameters, by names and shapes."""
     different = sorted(
-        name
-        for name in parameters.keys() | weights.keys()
-        if name not in parameters
-        or name not in weights
-        or parameters[name].shape != weights[name].shape
+        name for names in manifest_differences(parameters, weights) for name in names
     )
     if different:
         raise ValueError(
