@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from local_engines import STOP, assert_well_formed, trainer_logprobs
+from local_engines import expected_logprobs as logprobs_by_version
 
-from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.pace import rescore
 from pace_lightning.rollout import vllm_weights
 from pace_lightning.rollout.engine import EngineError, RequestError, Sampling
@@ -37,7 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-STOP = 2
 PROMPT = [5, 17, 42, 8, 3, 11, 29]
 DEADLINE_SECONDS = 600.0
 """On a machine that is busy with other things, vLLM gets little of a core."""
@@ -164,35 +164,10 @@ def trained():
         assert not trained.engine._link.serving.path.exists()
 
 
-def trainer_logprobs(policy, prompt, completion, temperature=1.0):
-    """What the trainer says about the tokens of one response, which it sees whole."""
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[0, len(prompt) :] = True
-    logprobs, _ = token_logprobs(policy, ids, torch.ones_like(ids), mask, temperature=temperature)
-    return logprobs[0, len(prompt) :].detach()
-
-
-def expected_logprobs(trained, prompt, completion, temperature=1.0):
+def expected_logprobs(trained, prompt, completion):
     """Each token under the weights of its version."""
-    by_version = {
-        version: trainer_logprobs(trained.policy(version), prompt, completion, temperature)
-        for version in set(completion.versions)
-    }
-    return torch.stack([by_version[version][t] for t, version in enumerate(completion.versions)])
-
-
-def assert_well_formed(completion, max_new_tokens):
-    """Nothing was lost or sampled twice."""
-    tokens = completion.token_ids
-    assert len(tokens) == len(completion.logprobs) == len(completion.versions)
-    assert 1 <= len(tokens) <= max_new_tokens
-    assert STOP not in tokens[:-1]
-    assert completion.truncated == (tokens[-1] != STOP)
-    if completion.truncated:
-        assert len(tokens) == max_new_tokens
-    assert list(completion.versions) == sorted(completion.versions)
-    assert completion.versions[-1] <= completion.completed_at
+    policies = {version: trained.policy(version) for version in set(completion.versions)}
+    return logprobs_by_version(policies, prompt, completion)
 
 
 async def across_publications(trained, count, *, publications, tokens=40):
