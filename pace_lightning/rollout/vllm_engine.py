@@ -333,7 +333,7 @@ class VLLMEngine:
             begun = [response for response in request.unfinished if response.tokens]
             if begun and request.sampling.temperature != 1:
                 raise EngineError(
-                    "vLLM scores prefixes at temperature 1, not at the request's "
+                    "vLLM scores prefixes at temperature 1, but a request is sampled at "
                     f"{request.sampling.temperature}; set it to 1, or use engine.kind local"
                 )
             for response in begun:
