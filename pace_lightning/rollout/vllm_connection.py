@@ -48,6 +48,8 @@ class Connection:
         self.fatal: EngineError | None = None
         """Why the engine must not be used any more."""
         self._model = model
+        # as it is now: adapters that are added to it are merged before its weights get here
+        self._parameters = dict(model.named_parameters())
         self._launch = launch
         self._startup_timeout_seconds = startup_timeout_seconds
         self._answer_timeout_seconds = answer_timeout_seconds
@@ -62,7 +64,7 @@ class Connection:
         """
         launch = self._launch
         self.fatal, self.sender = None, None
-        self.serving = ServingDirectory(self._model, launch.dtype)
+        self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(
             functools.partial(make_front, path, self._model.config, launch),
