@@ -1,4 +1,4 @@
-"""Exact proximal policies in whole runs: the engine's own discrepancy is all that is left of prox / mu."""
+"""Exact proximal policies in whole runs: prox / mu is the discrepancy of the engine alone."""
 
 from __future__ import annotations
 
