@@ -32,6 +32,12 @@ def model_problems(config: Config) -> Iterator[str]:
             "model.lora.alpha or model.lora.target_modules is set, but model.lora.rank is 0, which "
             "means no adapters; set a rank, for example 16"
         )
+    if lora.rank and config.sync.lag_versions and config.loss.proximal == "snapshot":
+        yield (
+            f"model.lora.rank is {lora.rank} and sync.lag_versions {config.sync.lag_versions}, but "
+            "loss.proximal snapshot copies adapters as they are published, which is later then; "
+            "use loss.proximal recompute or none"
+        )
     if len(set(lora.target_modules)) < len(lora.target_modules):
         yield f"model.lora.target_modules is {list(lora.target_modules)}; name each layer once"
 

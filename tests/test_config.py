@@ -354,6 +354,15 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
             ["model.lora.rank=4", "model.lora.target_modules=[q_proj,q_proj]"],
             "name each layer once",
         ),
+        (
+            [
+                "mode=sync",
+                "sync.lag_versions=2",
+                "model.lora.rank=4",
+                "loss.proximal=snapshot",
+            ],
+            "loss.proximal snapshot copies adapters as they are published",
+        ),
         (["trainer.min_step_seconds=-1"], "trainer.min_step_seconds is -1"),
         # lag
         (["admission.policy=max_lag"], "admission.policy is max_lag, but admission.max_lag is not"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pace_lightning.core.trajectory import PolicyVersion
+
 ENGINE, SCORER = "engine", "scorer"
 SETTINGS = {ENGINE: "rollout.timeout_seconds", SCORER: "reward.timeout_seconds"}
 """Whom a group waits for, and the setting that bounds the wait."""
@@ -20,6 +22,8 @@ class Flight:
     uid: str
     event: str
     """What happened to it last."""
+    version: PolicyVersion = 0
+    """Of the engine's weights at its dispatch: no token of it is older."""
     waits_for: str = ENGINE
     num_tokens: int = 0
     """Those of its responses, once they are all there."""
@@ -47,6 +51,9 @@ class Flights:
         self.last_event = "nothing yet"
         self.num_events = 0
         """Grows with whatever happens on the rollout side."""
+        self.oldest_version: PolicyVersion = 0
+        """At the last publication: no token that may still be trained on is older."""
+        self._published: PolicyVersion = 0
 
     def __len__(self) -> int:
         """Groups dispatched and not yet ended."""
@@ -61,9 +68,17 @@ class Flights:
         self.last_event = event
         self.num_events += 1
 
+    def publish(self, version: PolicyVersion, *, oldest_ready: PolicyVersion | None) -> None:
+        """The engine has the weights of a version; ready groups have tokens as old as that."""
+        self._published = version
+        versions = [flight.version for flight in self.present()]
+        ready = version if oldest_ready is None else oldest_ready
+        self.oldest_version = min([version, ready, *versions])
+        self.say(f"version {version} was published")
+
     def begin(self, uid: str, event: str) -> None:
         """A group was dispatched."""
-        self._flights[uid] = Flight(uid, event)
+        self._flights[uid] = Flight(uid, event, self._published)
         self.num_events += 1
 
     def note(self, uid: str, event: str) -> None:

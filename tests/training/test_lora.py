@@ -24,7 +24,7 @@ from pace_lightning.training.lora import (
     without_adapters,
 )
 from pace_lightning.training.policy import ModelError, copy_for_engine, load_policy
-from pace_lightning.training.proximal_models import EwmaPolicy
+from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -238,6 +238,24 @@ def test_an_average_of_past_policies_holds_the_adapters_alone():
     assert recorder.metrics[-1]["proximal/lag_versions"] > 0
     parameters = dict(policy.named_parameters())
     assert all(torch.equal(parameters[name], weight) for name, weight in base.items())
+
+
+def test_a_snapshot_of_a_published_policy_is_of_its_adapters_and_scores_as_it_did():
+    policy = adapt(make_policy())
+    batch = far_batch(policy)
+    store = SnapshotStore()
+    module = make_module(policy, proximal=store)
+    then, _ = logprobs_of(policy, batch)
+    module.published(module.weights(), 0, oldest_version=0)
+    with torch.no_grad():
+        for parameter in trained_parameters(policy).values():
+            parameter.add_(0.05)
+    assert (logprobs_of(policy, batch)[0] - then).abs().max() > 0.1
+    batch.token_versions.masked_fill_(batch.loss_mask, 0)
+    scored = store.logprobs(batch, module._compute)
+    torch.testing.assert_close(scored[batch.loss_mask], then[batch.loss_mask], atol=1e-6, rtol=0)
+    (kept,) = store.state_dict()["copies"].values()
+    assert kept.keys() == trained_parameters(policy).keys()
 
 
 # --- what is saved --------------------------------------------------------------------------------
