@@ -80,6 +80,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Their values; views, not copies."""
+    return {name: parameter.data for name, parameter in trained_parameters(model).items()}
+
+
 def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that the model would have without adapters, by name.
 

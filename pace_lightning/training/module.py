@@ -35,12 +35,7 @@ from pace_lightning.core.objective import (
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
 from pace_lightning.core.step_size import effective_sample_size
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.training.lora import (
-    adapted_layers,
-    merged_weights,
-    trained_parameters,
-    without_adapters,
-)
+from pace_lightning.training import lora
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
 from pace_lightning.training.ranks import gather_vectors
@@ -124,7 +119,7 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
-        if kl_coef and reference is None and not adapted_layers(policy):
+        if kl_coef and reference is None and not lora.adapted_layers(policy):
             raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
             checkpoint_layers(policy)
@@ -141,17 +136,13 @@ class PolicyModule(pl.LightningModule):
 
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters under the names that an engine knows; see `merged_weights`."""
-        return merged_weights(self.policy)
-
-    def _trained(self) -> Mapping[str, Tensor]:
-        """What the optimizer changes; views, not copies."""
-        return {name: p.data for name, p in trained_parameters(self.policy).items()}
+        return lora.merged_weights(self.policy)
 
     def on_train_start(self) -> None:
         """Move the reference along (Lightning moves submodules only), begin with these weights."""
         if self._reference[0] is not None:
             self._reference[0].to(self.device)
-        self._proximal.begin(self.policy_version, self._trained())
+        self._proximal.begin(self.policy_version, lora.trained_weights(self.policy))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What is remembered beside the weights."""
@@ -238,7 +229,7 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
-            self._trained(),
+            lora.trained_weights(self.policy),
             active_share=self._statistics.active_share,
         )
 
@@ -253,8 +244,8 @@ class PolicyModule(pl.LightningModule):
 
         With adapters they must be the present ones.
         """
-        if adapted_layers(self.policy):  # then the proximal policy knows of nothing else
-            weights = self._trained()
+        if lora.adapted_layers(self.policy):  # then the proximal policy knows of nothing else
+            weights = lora.trained_weights(self.policy)
         self._proximal.published(version, weights, oldest_version=oldest_version)
 
     def finish_step(self) -> dict[str, float]:
@@ -277,7 +268,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW, with linear warm-up and then a constant rate."""
         optimizer = torch.optim.AdamW(
-            trained_parameters(self.policy).values(),
+            lora.trained_parameters(self.policy).values(),
             lr=self._learning_rate,
             betas=self._betas,
             weight_decay=self._weight_decay,
@@ -343,7 +334,7 @@ class PolicyModule(pl.LightningModule):
     def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
         reference = self._reference[0]
         if reference is None:
-            with without_adapters(self.policy):
+            with lora.without_adapters(self.policy):
                 return self._logprobs(self.policy, batch)[0]
         with torch.no_grad():
             return self._logprobs(reference, batch)[0]
