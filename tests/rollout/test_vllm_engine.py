@@ -329,7 +329,7 @@ def test_a_second_request_goes_on_from_what_the_first_had_come_to(trained):
         await asyncio.wait([task])
         there = [(r.completed_at, *map(tuple, (r.token_ids, r.logprobs))) for r in responses]
         for response in responses:
-            response.unscored = not response.is_finished
+            response.unscored = bool(response.token_ids) and not response.is_finished
         second = await trained.publish_next()
         again = trained.engine.generate(PROMPT, n=8, sampling=Sampling(100), responses=responses)
         return first, second, there, await again
@@ -346,7 +346,8 @@ def test_a_second_request_goes_on_from_what_the_first_had_come_to(trained):
         assert_well_formed(completion, 100)
         expected = expected_logprobs(trained, PROMPT, completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
-        assert [e.num_tokens for e in completion.rescores] == ([size] if ended is None else [])
+        scored = [size] if size and ended is None else []
+        assert [event.num_tokens for event in completion.rescores] == scored
 
 
 def test_a_cancelled_request_leaves_nothing_behind_in_the_engine(trained):
