@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.config_explain import shares_prompts
-from pace_lightning.config_methods import PROXIMAL_SETTINGS, objective_of
+from pace_lightning.config_methods import objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -23,7 +23,7 @@ from pace_lightning.core.proximal_sources import (
 from pace_lightning.core.step_size import ess_scale
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.policy import copy_for_engine
-from pace_lightning.training.proximal_models import EwmaPolicy
+from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 
 
 def policy_module(config: Config, policy: Any) -> PolicyModule:
@@ -53,12 +53,18 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
 def proximal_source(config: Config) -> ProximalSource | None:
     """Where the proximal policy comes from; None: there is none."""
     name = config.loss.proximal
-    settings = PROXIMAL_SETTINGS[name] | dict(config.loss.proximal_settings)
+    settings = proximal_settings(config)
     if name == "none":
         return None
     if name == "ewma":
         return EwmaPolicy(
             decay=ewma_decay(settings["stale_versions"]), reset_below=settings["reset_below"]
+        )
+    if name == "snapshot":
+        return SnapshotStore(
+            max_versions=settings["max_versions"],
+            missing=settings["missing"],
+            device="cpu" if settings["offload"] else None,
         )
     functions = {"recompute": recompute, "loglinear": log_linear, "linear": linear}
     return Memoryless(functions[name])

@@ -198,7 +198,8 @@ def _fit(
         raise
     finally:
         if experiment is not None:
-            experiment.datamodule.close()
+            with experiment.time_ledger.span("close"):
+                experiment.datamodule.close()
             summary |= _account(experiment, after)
         _write_summary(run_dir, summary)
         watch.close()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pace_lightning.core.trajectory import Prompt
+from pace_lightning.core.trajectory import PolicyVersion, Prompt
 from pace_lightning.rollout.engine import PartialResponse
 
 ENGINE, SCORER = "engine", "scorer"
@@ -28,6 +28,8 @@ class Rollout:
     """As far as they have come; empty before the engine has been asked."""
     event: str = "not dispatched yet"
     """What happened to it last."""
+    version: PolicyVersion = 0
+    """Of the engine's weights at its first dispatch: no token of it is older."""
     waits_for: str = ENGINE
     num_tokens: int = 0
     """Those of its responses, once they are all there."""
@@ -43,6 +45,10 @@ class Rollout:
     def setting(self) -> str:
         """What bounds its present wait."""
         return SETTINGS[self.waits_for]
+
+    def oldest_version(self, published: PolicyVersion) -> PolicyVersion:
+        """Of its tokens and of those that weights of ``published`` may sample for it."""
+        return min([published, *(v for r in self.responses for v in r.versions[:1])])
 
     def describe(self, now: float) -> str:
         """One line."""
@@ -62,6 +68,9 @@ class Rollouts:
         self.last_event = "nothing yet"
         self.num_events = 0
         """Grows with whatever happens on the rollout side."""
+        self.oldest_version: PolicyVersion = 0
+        """At the last publication: no token that may still be trained on is older."""
+        self._published: PolicyVersion = 0
 
     def __len__(self) -> int:
         """Groups dispatched and not yet ended."""
@@ -84,8 +93,18 @@ class Rollouts:
         self.last_event = event
         self.num_events += 1
 
+    def publish(self, version: PolicyVersion, *, oldest_ready: PolicyVersion | None) -> None:
+        """The engine has the weights of a version; ready groups have tokens as old as that."""
+        self._published = version
+        versions = [rollout.version for rollout in self.present()]
+        versions += [rollout.oldest_version(version) for rollout in self.interrupted]
+        ready = version if oldest_ready is None else oldest_ready
+        self.oldest_version = min([version, ready, *versions])
+        self.say(f"version {version} was published")
+
     def begin(self, rollout: Rollout, event: str) -> None:
         """A group was dispatched."""
+        rollout.version = rollout.oldest_version(self._published)
         rollout.event, rollout.since = event, time.monotonic()
         rollout.event_at = rollout.since
         self._rollouts[rollout.uid] = rollout

@@ -380,7 +380,7 @@ class RolloutWorker(LoopThread):
         finally:
             self._dispatch_open = True
             self.wake()
-        self.rollouts.say(f"version {version} was published")
+        self.rollouts.publish(version, oldest_ready=self._pool.oldest_version)
         if self._in_rounds:  # before anything else can ask the engine for something
             await self._dispatch_groups()
         return report

@@ -281,6 +281,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._tokens_generated_before + self.worker.num_tokens_generated
 
     @property
+    def oldest_version(self) -> PolicyVersion:
+        """At the last publication: no token that may still be trained on is older."""
+        return self.worker.rollouts.oldest_version
+
+    @property
     def published_version(self) -> PolicyVersion | None:
         """Version of the engine's weights; None before the first publication."""
         return self._published

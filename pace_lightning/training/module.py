@@ -232,6 +232,16 @@ class PolicyModule(pl.LightningModule):
             active_share=self._statistics.active_share,
         )
 
+    def published(
+        self,
+        weights: Mapping[str, Tensor],
+        version: PolicyVersion,
+        *,
+        oldest_version: PolicyVersion,
+    ) -> None:
+        """The weights of ``version`` sample now; no token to come is older than the oldest one."""
+        self._proximal.published(version, weights, oldest_version=oldest_version)
+
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
         metrics = self._statistics.metrics()

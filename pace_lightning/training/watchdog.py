@@ -37,8 +37,10 @@ TRAINER_WAITS: dict[str | None, tuple[str, str]] = {
     "train": ("computes a micro-batch", "trainer.micro_batches"),
     "pacing": ("sleeps", "trainer.min_step_seconds"),
     "publish": ("waits for the engine to take weights", "engine.publish_timeout_seconds"),
+    "bookkeeping": ("logs, or makes the next batch", "trainer.watchdog_seconds"),
     "evaluate": ("waits for the engine and the scorer to evaluate", "eval.timeout_seconds"),
     "checkpoint": ("waits for the disk", "trainer.checkpoint_every_steps"),
+    "close": ("waits for engine and scorer to end", "trainer.watchdog_seconds"),
     None: ("is between two activities", "trainer.watchdog_seconds"),
 }
 """What each part of the time ledger is waiting for, and the setting that bounds it."""
