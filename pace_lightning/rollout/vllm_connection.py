@@ -10,9 +10,10 @@ import functools
 import itertools
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from pace_lightning.rollout.engine import EngineError, RequestError
+from pace_lightning.rollout.engine import EngineError, RequestError, life_seed
 from pace_lightning.rollout.vllm_process import EngineProcess, Launch, environment, make_front
 from pace_lightning.rollout.vllm_requests import score
 from pace_lightning.rollout.vllm_weights import ServingDirectory
@@ -51,6 +52,7 @@ class Connection:
         # as it is now: adapters that are added to it are merged before its weights get here
         self._parameters = dict(model.named_parameters())
         self._launch = launch
+        self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds
         self._answer_timeout_seconds = answer_timeout_seconds
         self._process: EngineProcess | None = None
@@ -62,7 +64,8 @@ class Connection:
         Raises:
             EngineError: if it cannot be started, or not in time.
         """
-        launch = self._launch
+        launch = replace(self._launch, seed=life_seed(self._launch.seed, restarts=self._num_starts))
+        self._num_starts += 1
         self.fatal, self.sender = None, None
         self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
         path = str(self.serving.path)
