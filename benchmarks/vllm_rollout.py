@@ -129,7 +129,7 @@ def offline(engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[l
     from vllm import SamplingParams, TokensPrompt
 
     launch = engine._launch
-    serving = ServingDirectory(policy, launch.dtype)
+    serving = ServingDirectory(policy, dict(policy.named_parameters()), launch.dtype)
     serving.write(weights_of(policy))
     parameters = SamplingParams(
         n=config.rollout.group_size,
