@@ -42,6 +42,7 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         max_grad_norm=optim.max_grad_norm,
         rate_scale=_rate_scale(config),
         stale_budget=optim.stale_budget,
+        lifetime_budget=optim.lifetime_budget,
         reference=copy_for_engine(policy, torch.float32) if loss.kl_coef else None,
         kl_coef=loss.kl_coef,
         chunk_tokens=config.model.logprob_chunk_tokens,

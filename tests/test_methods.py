@@ -144,6 +144,12 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
     [
         # names and settings
         ("dapo", ["loss.objective=m2p"], "loss.objective is 'm2p'; did you mean 'm2po'?"),
+        ("dapo", ["loss.objective=ppo"], "'ppo'; PPO's clip is grpo, with two bounds dapo"),
+        ("dapo", ["loss.objective=vcpo"], "VCPO is reinforce with loss.advantage: opob and"),
+        ("dapo", ["loss.objective=gmc_grpo"], "a correction: loss.corrections: [{name: gmc_grpo}]"),
+        ("dapo", ["loss.objective=rloo"], "it is an advantage: loss.advantage: rloo"),
+        ("dapo", ["loss.objective=snapshot"], "a proximal policy: loss.proximal: snapshot"),
+        ("dapo", ["loss.objective=GRPO"], "loss.objective is 'GRPO'; write grpo"),
         ("dapo", ["loss.proximal=ewm"], "loss.proximal is 'ewm'; did you mean 'ewma'?"),
         ("tis", ["loss.corrections=[{name: tiss}]"], "did you mean 'tis'?"),
         ("tis", ["loss.corrections=[tis]"], "loss.corrections[0] is 'tis'; write a name and"),
@@ -250,6 +256,12 @@ def test_what_can_be_combined_is_accepted(name: str, overrides: list[str]) -> No
             "reinforce: maximize seq-mean-token-mean of sg[w] A log pi; w = tis[min(X, 8)] with "
             "x = pi / mu; original denominator; learning rate min(0.0001 x sqrt(min(1, ESS / "
             "responses)), 0.001 / mean lag of the step)",
+        ),
+        (
+            "stale_budget",
+            [],
+            "learning rate min(0.0001, 0.0004 / mean lag of the step, what is left of 0.006 / "
+            "steps left)",
         ),
         ("m2po", ["loss.objective_settings={budget: 0.1}"], "(budget 0.1, at least"),
         ("sat_gspo", [], "|log s| is above its 0.9 quantile"),

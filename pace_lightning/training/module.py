@@ -33,7 +33,7 @@ from pace_lightning.core.objective import (
     prepare,
 )
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
-from pace_lightning.core.step_size import effective_sample_size
+from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
@@ -67,6 +67,8 @@ class PolicyModule(pl.LightningModule):
             learning rate of its step (`step_size.ess_scale`); None: 1.
         stale_budget: the learning rate times the mean lag of the draw, in versions, is at most
             this; None: no limit.
+        lifetime_budget: the learning rates of all steps sum to at most this: each step takes no
+            more than its part of what is left; None: no limit.
         reference: frozen causal LM of the KL penalty, or None.
         kl_coef: weight of the k3 penalty.
         chunk_tokens: vocabulary rows held in memory at once.
@@ -90,6 +92,7 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: float = 1.0,
         rate_scale: Callable[[Tensor], float] | None = None,
         stale_budget: float | None = None,
+        lifetime_budget: float | None = None,
         reference: Any = None,
         kl_coef: float = 0.0,
         chunk_tokens: int = 1024,
@@ -110,6 +113,7 @@ class PolicyModule(pl.LightningModule):
         self._max_grad_norm = max_grad_norm
         self._rate_scale = rate_scale
         self._stale_budget = stale_budget
+        self._lifetime_budget = lifetime_budget
         self._kl_coef = kl_coef
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
@@ -347,9 +351,14 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        if self._stale_budget is not None and (lag := self._mean_lag()) * scheduled > 0:
-            factor = min(factor, self._stale_budget / (lag * scheduled))
-        return factor
+        lifetime = self._lifetime_budget
+        limit = largest_rate(
+            mean_lag_versions=0.0 if self._stale_budget is None else self._mean_lag(),
+            stale_budget=self._stale_budget,
+            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_steps=self.trainer.max_steps - self.policy_version,
+        )
+        return min(factor, limit / scheduled) if scheduled else factor
 
     def _mean_lag(self) -> float:
         """Versions between the trained tokens of the draw and the present weights."""
