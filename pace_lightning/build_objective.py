@@ -22,6 +22,7 @@ from pace_lightning.core.proximal_sources import (
 )
 from pace_lightning.core.step_size import ess_scale
 from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 
@@ -64,6 +65,12 @@ def proximal_source(config: Config) -> ProximalSource | None:
     if name == "snapshot":
         return SnapshotStore(
             max_versions=settings["max_versions"],
+            missing=settings["missing"],
+            device="cpu" if settings["offload"] else None,
+        )
+    if name == "interruption":
+        return InterruptionScores(
+            batch_positions=int(settings["batch_positions"]),
             missing=settings["missing"],
             device="cpu" if settings["offload"] else None,
         )

@@ -29,6 +29,7 @@ PROXIMAL_SETTINGS: dict[str, dict[str, Any]] = {
     "loglinear": {},
     "linear": {},
     "ewma": {"stale_versions": 8.0, "reset_below": 0.9},
+    "interruption": {"batch_positions": 16384, "missing": "error", "offload": True},
     "snapshot": {"max_versions": None, "missing": "error", "offload": True},
 }
 """Sources of the proximal policy and their settings, with defaults; `core.proximal_sources`."""
@@ -210,6 +211,10 @@ def _proximal_problems(config: Config) -> Iterator[str]:
         limit = settings["max_versions"]
         if limit is not None and (limit != int(limit) or limit < 1):
             yield f"{where}: max_versions is {show(limit)}; needed null or a whole number above 0"
+    if name == "interruption":
+        positions = settings["batch_positions"]
+        if positions is None or positions != int(positions) or positions < 1:
+            yield f"{where}: batch_positions is {show(positions)}; needed a whole number above 0"
     if (missing := settings.get("missing", "error")) not in MISSING:
         yield f"{where}: missing is {show(missing)}; choose from: {_listed(MISSING)}"
 
@@ -277,11 +282,18 @@ def _rule_problems(config: Config) -> Iterator[str]:
             f"loss.proximal is {loss.proximal}, but loss.objective {loss.objective} measures the "
             "distance from the behavior policy itself; set loss.proximal: none"
         )
-    if loss.proximal == "snapshot" and config.mode == Mode.SYNC and not config.sync.lag_versions:
+    exact = loss.proximal in ("snapshot", "interruption")
+    if exact and config.mode == Mode.SYNC and not config.sync.lag_versions:
         yield (
             f"loss.proximal is {loss.proximal}, but in mode sync the weights that sampled a token "
             "are those of the step; set loss.proximal: recompute, which needs no copies, or "
             "sync.lag_versions"
+        )
+    if loss.proximal == "interruption" and config.engine.kind == "vllm":
+        yield (
+            "loss.proximal is interruption, which scores all that was sampled while no token "
+            "flows, but tokens of vLLM (engine.kind) may still be on their way then; set "
+            "loss.proximal: snapshot, or engine.kind: local"
         )
     if config.rollout.group_size == 1:
         whole = [name for name in names if name in GROUP_CORRECTIONS]

@@ -196,6 +196,13 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
         ("snapshot", ["loss.proximal_settings={max_versions: x}"], "is 'x', expected a number"),
         ("snapshot", ["loss.proximal_settings={missing: mu}"], "missing is 'mu'; choose from"),
         ("snapshot", ["loss.proximal_settings={offload: 1}"], "is 1, expected true or false"),
+        ("interruption", ["mode=sync"], "in mode sync the weights that sampled a token are those"),
+        (
+            "interruption",
+            ["engine.kind=vllm"],
+            "tokens of vLLM (engine.kind) may still be on their",
+        ),
+        ("interruption", ["loss.proximal_settings={batch_positions: 0}"], "batch_positions is 0;"),
         ("snapshot", ["mode=sync"], "in mode sync the weights that sampled a token are those of"),
         ("ppo_ewma", ["loss.proximal_settings={stale_versions: -1}"], "stale_versions is -1 and"),
         ("ppo_ewma", ["loss.proximal_settings={reset_below: 2}"], "reset_below 2; needed a"),

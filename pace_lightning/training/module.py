@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -34,7 +34,8 @@ from pace_lightning.core.objective import (
 )
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
 from pace_lightning.core.step_size import effective_sample_size, largest_rate
-from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.core.trajectory import PolicyVersion, Sampled
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
 from pace_lightning.training.ranks import gather_vectors
@@ -235,6 +236,28 @@ class PolicyModule(pl.LightningModule):
             self.weights(),
             active_share=self._statistics.active_share,
         )
+
+    @property
+    def leaving(self) -> Callable[[Sequence[Sampled]], None] | None:
+        """Scores what weights that are about to be replaced have sampled; None: nobody asks.
+
+        It may be called in another thread while the trainer waits.
+        """
+        source = self._proximal
+        if not isinstance(source, InterruptionScores):
+            return None
+        num_threads = torch.get_num_threads()  # a setting of each thread
+
+        def compute(batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
+            with other_weights(self.policy, weights):
+                return self._logprobs(self.policy, batch.to(self.device))[0]
+
+        def leaving(responses: Sequence[Sampled]) -> None:
+            torch.set_num_threads(num_threads)
+            with self.trainer.precision_plugin.forward_context():
+                source.leaving(responses, compute)
+
+        return leaving
 
     def published(
         self,

@@ -66,6 +66,9 @@ class WeightSync(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Publish the initial or restored weights, then begin to dispatch."""
+        assert isinstance(pl_module, PolicyModule)
+        if (leaving := pl_module.leaving) is not None:
+            self._datamodule.worker.before_loads(leaving)
         self._publish_lagged(pl_module)
         self._datamodule.worker.train()
 
