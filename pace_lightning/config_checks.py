@@ -163,7 +163,7 @@ def _numbers(config: Config) -> Iterator[str]:
     for path, (holds, need) in RANGES.items():
         value = _get(config, path)
         if value is not None and not (math.isfinite(value) and holds(value)):
-            yield f"{path} is {value}; it must be {need}"
+            yield f"{path} is {value}; it must be {need if math.isfinite(value) else 'finite'}"
     for index, beta in enumerate(config.optim.betas):
         if not 0 <= beta < 1:
             yield f"optim.betas[{index}] is {beta}; it must be in [0, 1)"
