@@ -21,6 +21,7 @@ PROXIMAL = {
     "loglinear": "prox = mu^(1/d) pi^(1 - 1/d) with d the lag of the token in versions",
     "linear": "prox = mu / d + (1 - 1/d) pi with d the lag of the token in versions",
     "ewma": "prox, the moving average of all versions",
+    "snapshot": "prox, the weights that sampled the token, scored by a copy of them",
 }
 
 ADVANTAGES = {

@@ -5,13 +5,14 @@ Rules on combinations are those of docs/methods.md; each refusal says its rule i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from pace_lightning.config import Config, PaceConfig
+from pace_lightning.config import Config, Mode, PaceConfig
 from pace_lightning.config_load import nearest, show
 from pace_lightning.core.batch_advantages import opob_advantages
 from pace_lightning.core.corrections import METHODS
@@ -28,8 +29,12 @@ PROXIMAL_SETTINGS: dict[str, dict[str, Any]] = {
     "loglinear": {},
     "linear": {},
     "ewma": {"stale_versions": 8.0, "reset_below": 0.9},
+    "snapshot": {"max_versions": None, "missing": "error", "offload": True},
 }
 """Sources of the proximal policy and their settings, with defaults; `core.proximal_sources`."""
+
+MISSING = ("error", "behavior")
+"""What becomes of tokens for which such a source has nothing: the run ends, or prox = mu."""
 
 OPOB_SETTINGS: dict[str, Any] = {
     "norms": "proxy",
@@ -39,6 +44,11 @@ OPOB_SETTINGS: dict[str, Any] = {
 """Settings of the advantage ``opob``, with defaults."""
 
 GROUP_CORRECTIONS = tuple(name for name, method in METHODS.items() if method.takes("group_ids"))
+
+
+def proximal_settings(config: Config) -> dict[str, Any]:
+    """The settings of the source of the proximal policy, with defaults."""
+    return PROXIMAL_SETTINGS[config.loss.proximal] | dict(config.loss.proximal_settings)
 
 
 def head_settings(config: Config) -> dict[str, Any]:
@@ -139,9 +149,9 @@ def _setting_problems(config: Config) -> Iterator[str]:
         elif key in loss.objective_settings:
             yield f"loss.{key} and loss.objective_settings.{key} are both set; remove one"
     yield from _settings("loss.objective_settings", loss.objective_settings, known)
-    yield from _settings(
-        "loss.proximal_settings", loss.proximal_settings, PROXIMAL_SETTINGS[loss.proximal]
-    )
+    known = PROXIMAL_SETTINGS[loss.proximal]
+    problems = list(_settings("loss.proximal_settings", loss.proximal_settings, known))
+    yield from problems or _proximal_problems(config)
     known = OPOB_SETTINGS if loss.advantage == "opob" else {}
     yield from _settings("loss.advantage_settings", loss.advantage_settings, known)
     norms = loss.advantage_settings.get("norms", "proxy")
@@ -150,6 +160,25 @@ def _setting_problems(config: Config) -> Iterator[str]:
     for index, (name, settings) in enumerate(corrections_of(config)):
         where = f"loss.corrections[{index}] ({name})"
         yield from _settings(where, settings, METHODS[name].settings())
+
+
+def _proximal_problems(config: Config) -> Iterator[str]:
+    """Values that the source of the proximal policy cannot have."""
+    name, where = config.loss.proximal, "loss.proximal_settings"
+    settings = proximal_settings(config)
+    if name == "ewma":
+        stale, reset = settings["stale_versions"], settings["reset_below"]
+        if stale is None or not 0 <= stale < math.inf or reset is None or not 0 <= reset <= 1:
+            yield (
+                f"{where}: stale_versions is {show(stale)} and reset_below {show(reset)}; needed a "
+                "number of versions, at least 0, and a share of the tokens, in [0, 1]"
+            )
+    if name == "snapshot":
+        limit = settings["max_versions"]
+        if limit is not None and (limit != int(limit) or limit < 1):
+            yield f"{where}: max_versions is {show(limit)}; needed null or a whole number above 0"
+    if (missing := settings.get("missing", "error")) not in MISSING:
+        yield f"{where}: missing is {show(missing)}; choose from: {_listed(MISSING)}"
 
 
 def _settings(where: str, given: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[str]:
@@ -214,6 +243,12 @@ def _rule_problems(config: Config) -> Iterator[str]:
         yield (
             f"loss.proximal is {loss.proximal}, but loss.objective {loss.objective} measures the "
             "distance from the behavior policy itself; set loss.proximal: none"
+        )
+    if loss.proximal == "snapshot" and config.mode == Mode.SYNC and not config.sync.lag_versions:
+        yield (
+            f"loss.proximal is {loss.proximal}, but in mode sync the weights that sampled a token "
+            "are those of the step; set loss.proximal: recompute, which needs no copies, or "
+            "sync.lag_versions"
         )
     if config.rollout.group_size == 1:
         whole = [name for name in names if name in GROUP_CORRECTIONS]

@@ -34,7 +34,7 @@ class LossConfig:
     """What the ratio is taken to.
 
     ``none``: the behavior policy; else where the proximal policy comes from: ``recompute``,
-    ``loglinear``, ``linear`` or ``ewma``.
+    ``loglinear``, ``linear``, ``ewma`` or ``snapshot``.
     """
     proximal_settings: dict[str, Any] = field(default_factory=dict)
     corrections: list[Any] = field(default_factory=list)

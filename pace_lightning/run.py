@@ -28,6 +28,7 @@ from pace_lightning.config_load import load, to_yaml
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.groups import NothingToLearnError
 from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
+from pace_lightning.training.lora import save_policy
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.run_files import keep_lines_before
 
@@ -215,7 +216,7 @@ def _export(experiment: Experiment, target: Path) -> None:
     scratch = target.with_name(f".{target.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        experiment.module.policy.save_pretrained(scratch)
+        save_policy(experiment.module.policy, scratch)
         experiment.tokenizer.save_pretrained(scratch)
         shutil.rmtree(target, ignore_errors=True)
         scratch.replace(target)

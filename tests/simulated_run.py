@@ -26,7 +26,13 @@ from pace_lightning.core.pace import Pace, RejectionBudget
 from pace_lightning.core.pool import DrawTimeoutError
 from pace_lightning.core.staleness import mean_staleness
 from pace_lightning.core.trajectory import EndOfData, Fate, Prompt, TrajectoryGroup
-from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.rollout.engine import (
+    Completion,
+    EngineError,
+    PartialResponse,
+    RequestError,
+    Sampling,
+)
 from pace_lightning.rollout.groups import (
     NothingToLearnError,
     RolloutTimeoutError,
@@ -317,7 +323,7 @@ class Engine(ScriptedEngine):
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         rng, scenario, number = self._rng, self._observer.scenario, len(self.requests) + 1
         training = sampling == TRAINING
@@ -338,7 +344,7 @@ class Engine(ScriptedEngine):
             seconds = rng.choice([0.0, 0.5, rng.random(), 3 * rng.random(), 11 * rng.random()])
             end = "finish" if how == "short" else how
             asyncio.get_running_loop().call_later(seconds, self._finish, number, end)
-        completions = await super().generate(prompt, n=n, sampling=sampling, finished=finished)
+        completions = await super().generate(prompt, n=n, sampling=sampling, responses=responses)
         request = self.requests[number - 1]
         if how == "short":  # refused as a whole: its tokens end with no group
             return completions[: n - 1]

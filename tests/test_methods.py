@@ -185,6 +185,14 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
         ("tic_grpo", ["loss.proximal=recompute"], "reinforce has no ratio that could be taken"),
         ("sat_grpo", ["loss.proximal=ewma"], "measures the distance from the behavior policy"),
         ("sao", ["loss.proximal=recompute"], "measures the distance from the behavior policy"),
+        # the source of the proximal policy
+        ("snapshot", ["loss.proximal_settings={max_versions: 0}"], "max_versions is 0; needed"),
+        ("snapshot", ["loss.proximal_settings={max_versions: x}"], "is 'x', expected a number"),
+        ("snapshot", ["loss.proximal_settings={missing: mu}"], "missing is 'mu'; choose from"),
+        ("snapshot", ["loss.proximal_settings={offload: 1}"], "is 1, expected true or false"),
+        ("snapshot", ["mode=sync"], "in mode sync the weights that sampled a token are those of"),
+        ("ppo_ewma", ["loss.proximal_settings={stale_versions: -1}"], "stale_versions is -1 and"),
+        ("ppo_ewma", ["loss.proximal_settings={reset_below: 2}"], "reset_below 2; needed a"),
         # whole groups
         (
             "gmc_grpo",

@@ -506,13 +506,13 @@ def brute_force(model, batch, weights_of):
 def trained_store(max_versions=8, **settings):
     """A model at version 3, a store that followed it, and the weights of every version."""
     model = make_model()
-    store = SnapshotStore(is_live=lambda _: True, max_versions=max_versions, **settings)
-    store.begin(0, parameters_of(model))
+    store = SnapshotStore(max_versions=max_versions, **settings)
+    store.published(0, parameters_of(model), oldest_version=0)
     weights_of = {0: copy_of(model)}
     for version in range(1, VERSION + 1):
         step(model, version)
         weights_of[version] = copy_of(model)
-        store.after_step(version, parameters_of(model))
+        store.published(version, parameters_of(model), oldest_version=0)
     return model, store, weights_of
 
 
@@ -615,7 +615,7 @@ def test_on_policy_every_source_gives_the_gradient_of_the_base():
     batch = make_batch(versions=(VERSION,))
     scorer = Scorer(model)
     batch.behavior_logprobs = scorer(batch, None)
-    ewma, store = EwmaPolicy(decay=0.5), SnapshotStore(is_live=lambda _: True, max_versions=2)
+    ewma, store = EwmaPolicy(decay=0.5), SnapshotStore()
     reads = recorded(lambda b: torch.full_like(b.behavior_logprobs, math.nan))
     stateless = [Memoryless(f) for f in (bypass, recompute, log_linear, linear, reads)]
     for source in (*stateless, ewma, store):
@@ -717,33 +717,30 @@ def test_weights_of_another_dtype_are_converted():
 # --- what a store keeps -------------------------------------------------------------------------
 
 
-def test_a_store_keeps_live_versions_and_drops_others_for_good():
-    live = {0, 1}
-    store = SnapshotStore(is_live=lambda v: v in live, max_versions=10)
-    store.begin(0, scalar(0))
-    for version in (1, 2):
+def test_a_store_keeps_what_was_published_from_the_oldest_token_on():
+    store = SnapshotStore()
+    for version, oldest in ((0, 0), (2, 0), (4, 2)):  # published at every second step
+        store.begin(version, scalar(version))
         store.after_step(version, scalar(version))
-    assert store.versions == [0, 1, 2]
-    store.after_step(3, scalar(3))
-    assert store.versions == [0, 1, 3]  # 2 was never published
-    live.clear()
-    live.add(2)
-    store.after_step(4, scalar(4))
-    assert store.versions == [4]
+        store.published(version, scalar(version), oldest_version=oldest)
+    assert store.versions == [2, 4]
+    store.published(3, scalar(-3), oldest_version=3)  # older weights come back after an evaluation
+    store.published(3, scalar(3), oldest_version=3)
+    assert store.versions == [3, 4]
+    assert [float(weights["w"]) for weights in store.state_dict()["copies"].values()] == [4, 3]
+    store.published(5, scalar(5), oldest_version=5)
+    assert store.versions == [5]
     assert store.metrics() == {"versions": 1, "bytes": 8, "missing_tokens": 0}
 
 
 def test_a_store_never_holds_more_than_its_bound():
-    store = SnapshotStore(is_live=lambda _: True, max_versions=3)
-    store.begin(0, scalar(0))
-    for version in range(1, 6):
-        store.after_step(version, scalar(version))
+    store = SnapshotStore(max_versions=3)
+    for version in range(6):
+        store.published(version, scalar(version), oldest_version=0)
     assert store.versions == [3, 4, 5]
-    with pytest.raises(ValueError, match="version 5 comes after version 5"):
-        store.after_step(5, scalar(5))
     for wrong in ({"max_versions": 0}, {"max_versions": 2, "missing": "nearest"}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
-            SnapshotStore(is_live=lambda _: True, **wrong)
+            SnapshotStore(**wrong)
 
 
 def test_tokens_of_a_version_that_was_dropped_are_an_error_or_keep_their_behavior():
@@ -756,7 +753,7 @@ def test_tokens_of_a_version_that_was_dropped_are_an_error_or_keep_their_behavio
     got = lenient.logprobs(batch, Scorer(model))
     assert torch.equal(got[lost], batch.behavior_logprobs[lost])
     assert lenient.metrics()["missing_tokens"] == int(lost.sum()) > 0
-    again = SnapshotStore(is_live=lambda _: True, max_versions=2)
+    again = SnapshotStore(max_versions=2)
     again.load_state_dict(lenient.state_dict())
     assert again.metrics() == lenient.metrics()
     kept = batch.loss_mask & ~lost
@@ -777,7 +774,7 @@ def through_a_file(state):
 def make_sources():
     return {
         "ewma": EwmaPolicy(decay=0.7),
-        "snapshots": SnapshotStore(is_live=lambda v: v != 1, max_versions=4),
+        "snapshots": SnapshotStore(max_versions=4),
         "recompute": Memoryless(recompute),
     }
 
@@ -786,6 +783,7 @@ def run(source, model, versions):
     for version in versions:
         step(model, version)
         source.after_step(version, parameters_of(model), active_share=0.8 if version == 1 else 1.0)
+        source.published(version, parameters_of(model), oldest_version=version - 1)
 
 
 @pytest.mark.parametrize("name", list(make_sources()))
@@ -861,8 +859,8 @@ class Rollout:
 
 def test_tokens_scored_before_their_weights_go_equal_snapshots():
     model = make_model()
-    store = SnapshotStore(is_live=lambda _: True, max_versions=8)
-    store.begin(0, parameters_of(model))
+    store = SnapshotStore()
+    store.published(0, parameters_of(model), oldest_version=0)
     rollouts = [Rollout((5, 17, 40), seed) for seed in range(4)]
     # tokens that each version samples of each response: one ends early, one begins late
     plan = {0: (2, 3, 1, 0), 1: (2, 0, 1, 0), 2: (0, 0, 3, 2), 3: (1, 0, 3, 6)}
@@ -872,7 +870,7 @@ def test_tokens_scored_before_their_weights_go_equal_snapshots():
                 if rollout.tokens:
                     rollout.score(model, version - 1)
             step(model, version)
-            store.after_step(version, parameters_of(model))
+            store.published(version, parameters_of(model), oldest_version=0)
         for rollout, count in zip(rollouts, counts, strict=True):
             rollout.sample(model, version, count)
     group = TrajectoryGroup(

@@ -175,6 +175,13 @@ class TrajectoryPool:
             self._accepted += 1
             self._changed.notify_all()
 
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """Of the weights that sampled a token of a ready group; None if none is ready."""
+        with self._changed:
+            versions = [t.oldest_version for group in self._ready for t in group.trajectories]
+        return min(versions, default=None)
+
     def discount(self, num_groups: int) -> None:
         """Drawn groups were dropped without a step: others may take their place.
 

@@ -77,6 +77,22 @@ class ProximalSource(Protocol):
         """
         ...
 
+    def published(
+        self,
+        version: PolicyVersion,
+        parameters: Mapping[str, Tensor],
+        *,
+        oldest_version: PolicyVersion,
+    ) -> None:
+        """From now on the weights of ``version`` sample.
+
+        Args:
+            version: of these weights.
+            parameters: by name; read before the call returns, never kept.
+            oldest_version: no token that may still come to training is older.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """What there is to log about it."""
         ...
@@ -116,6 +132,15 @@ class Memoryless:
         parameters: Mapping[str, Tensor],
         *,
         active_share: float | None = None,
+    ) -> None:
+        """Nothing to do."""
+
+    def published(
+        self,
+        version: PolicyVersion,
+        parameters: Mapping[str, Tensor],
+        *,
+        oldest_version: PolicyVersion,
     ) -> None:
         """Nothing to do."""
 

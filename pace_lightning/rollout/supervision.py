@@ -5,8 +5,9 @@
     the engine dies     close it, start it at the version it had, and ask again for what was in
                         flight, a bounded number of times (engine.max_restarts)
 
-Responses that are finished stay: only those that are missing are asked for again. Everything here
-runs in the rollout thread.
+Responses that are finished stay. Unfinished ones go on from the tokens they have, with the versions
+and log-probs of those. Only a request that failed loses them, because nobody knows what is wrong
+with it. Everything here runs in the rollout thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import (
     Completion,
     EngineError,
+    PartialResponse,
     RequestError,
     RolloutEngine,
     Sampling,
@@ -117,9 +119,17 @@ class Supervisor:
         *,
         n: int,
         sampling: Sampling,
+        responses: list[PartialResponse],
         note: Callable[[str], None] = lambda _: None,
     ) -> list[Completion]:
         """The responses to one prompt within the deadline; fewer if ``complete`` allows it.
+
+        Args:
+            prompt: token ids.
+            n: how many.
+            sampling: how.
+            responses: what exists of them; see `RolloutEngine.generate`.
+            note: told of what happens.
 
         Raises:
             GroupTimeoutError: if it was late.
@@ -128,12 +138,12 @@ class Supervisor:
         """
         patience, limit = self._patience, self._group_timeout_seconds
         attempts = 2 if patience.on_timeout == "retry" else 1
-        finished: list[Completion] = []
         for attempt in range(1, attempts + 1):
             try:
                 async with asyncio.timeout(limit):
-                    return await self.generate(prompt, n=n, sampling=sampling, finished=finished)
+                    return await self.generate(prompt, n=n, sampling=sampling, responses=responses)
             except TimeoutError:
+                finished = [r.completion() for r in responses if r.is_finished]
                 if attempt < attempts:
                     self.incidents.retried_stragglers += 1
                     note(f"asked again after {limit} s, {len(finished)} of {n} finished")
@@ -153,20 +163,16 @@ class Supervisor:
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """Like `RolloutEngine.generate`, but survives failed requests and deaths of the engine."""
-        kept = [] if finished is None else finished
+        kept = [] if responses is None else responses
 
         async def ask() -> list[Completion]:
-            before = list(kept)
-            missing = n - len(before)
-            if not missing:
-                return before
-            new = await self._engine.generate(prompt, n=missing, sampling=sampling, finished=kept)
-            if len(new) != missing:
-                raise RequestError(f"asked for {missing} responses, got {len(new)}")
-            return before + new
+            answer = await self._engine.generate(prompt, n=n, sampling=sampling, responses=kept)
+            if len(answer) != n:
+                raise RequestError(f"asked for {n} responses, got {len(answer)}")
+            return answer
 
         for retry in range(self._patience.max_retries):
             try:
@@ -174,6 +180,7 @@ class Supervisor:
             except RequestError as error:
                 log.warning("a request failed and is asked again: %s", error)
                 self.incidents.retried_requests += 1
+                kept[:] = [r if r.is_finished else PartialResponse() for r in kept]
                 await asyncio.sleep(_FIRST_RETRY_SECONDS * 2**retry)
         return await self._survive(ask)
 

@@ -10,9 +10,10 @@ import functools
 import itertools
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from pace_lightning.rollout.engine import EngineError, RequestError
+from pace_lightning.rollout.engine import EngineError, RequestError, life_seed
 from pace_lightning.rollout.vllm_process import EngineProcess, Launch, environment, make_front
 from pace_lightning.rollout.vllm_requests import score
 from pace_lightning.rollout.vllm_weights import ServingDirectory
@@ -48,7 +49,10 @@ class Connection:
         self.fatal: EngineError | None = None
         """Why the engine must not be used any more."""
         self._model = model
+        # as it is now: adapters that are added to it are merged before its weights get here
+        self._parameters = dict(model.named_parameters())
         self._launch = launch
+        self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds
         self._answer_timeout_seconds = answer_timeout_seconds
         self._process: EngineProcess | None = None
@@ -61,9 +65,10 @@ class Connection:
         Raises:
             EngineError: if it cannot be started, or not in time.
         """
-        launch = self._launch
+        launch = replace(self._launch, seed=life_seed(self._launch.seed, restarts=self._num_starts))
+        self._num_starts += 1
         self.fatal, self.sender, self._frozen = None, None, False
-        self.serving = ServingDirectory(self._model, launch.dtype)
+        self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(
             functools.partial(make_front, path, self._model.config, launch),

@@ -281,6 +281,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._tokens_generated_before + self.worker.num_tokens_generated
 
     @property
+    def oldest_version(self) -> PolicyVersion:
+        """At the last publication: no token that may still be trained on is older."""
+        return self.worker.rollouts.oldest_version
+
+    @property
     def published_version(self) -> PolicyVersion | None:
         """Version of the engine's weights; None before the first publication."""
         return self._published
@@ -334,8 +339,9 @@ class RolloutDataModule(pl.LightningDataModule):
         for group in [*self._drawn, *self.pool.drain()]:
             self._settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
         self._drawn = []
-        for uid in self.ledger.pending:  # in flight when the rollout thread ended
-            self._settle(uid, Fate.UNUSED, 0)
+        tokens = {rollout.uid: rollout.num_tokens for rollout in self.worker.rollouts.present()}
+        for uid in self.ledger.pending:  # in flight when training ended
+            self._settle(uid, Fate.UNUSED, tokens.get(uid, 0))
         self.ledger.check()
 
     def close(self) -> None:

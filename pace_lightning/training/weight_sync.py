@@ -129,10 +129,10 @@ class WeightSync(pl.Callback):
         """Publish the weights of a version; None: the present ones."""
         assert isinstance(module, PolicyModule)
         now = module.policy_version
+        weights = module.weights() if weights is None else weights
+        version = now if version is None else version
         with self._publishing():
             self._datamodule.start()
-            self.last_report = self._datamodule.publish(
-                module.weights() if weights is None else weights,
-                now if version is None else version,
-                clock=now,
-            )
+            self.last_report = self._datamodule.publish(weights, version, clock=now)
+            oldest = self._datamodule.oldest_version
+            module.published(weights, version, oldest_version=oldest)
