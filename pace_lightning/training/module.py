@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -34,7 +34,10 @@ from pace_lightning.core.objective import (
 )
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
 from pace_lightning.core.step_size import effective_sample_size, largest_rate
-from pace_lightning.core.trajectory import PolicyVersion, Sampled
+from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.rollouts import Leaving
+from pace_lightning.training import lora
+from pace_lightning.training.optimizer import adamw
 from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
@@ -70,7 +73,7 @@ class PolicyModule(pl.LightningModule):
             this; None: no limit.
         lifetime_budget: the learning rates of all steps sum to at most this: each step takes no
             more than its part of what is left; None: no limit.
-        reference: frozen causal LM of the KL penalty, or None.
+        reference: frozen causal LM of the KL penalty; None: the policy without its adapters.
         kl_coef: weight of the k3 penalty.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -123,6 +126,8 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        if kl_coef and reference is None and not lora.adapted_layers(policy):
+            raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
             checkpoint_layers(policy)
 
@@ -137,14 +142,14 @@ class PolicyModule(pl.LightningModule):
         return self._statistics.lag0_gap
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters under the names that an engine knows; views, not copies."""
-        return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+        """The parameters under the names that an engine knows; see `merged_weights`."""
+        return lora.merged_weights(self.policy)
 
     def on_train_start(self) -> None:
         """Move the reference along (Lightning moves submodules only), begin with these weights."""
         if self._reference[0] is not None:
             self._reference[0].to(self.device)
-        self._proximal.begin(self.policy_version, self.weights())
+        self._proximal.begin(self.policy_version, lora.trained_weights(self.policy))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What is remembered beside the weights."""
@@ -169,9 +174,7 @@ class PolicyModule(pl.LightningModule):
             (terms,) = self._prepare([batch], [logprobs.detach()])
         penalty = None
         if self._kl_coef:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference[0], batch)
-            kl = k3_kl(logprobs, reference)
+            kl = k3_kl(logprobs, self._reference_logprobs(batch))
             penalty = self._kl_coef * kl
             self._statistics.sums["kl"] += float(kl.detach()[batch.loss_mask].sum())
         loss = objective_loss(self._objective, logprobs, terms, penalty=penalty)
@@ -233,41 +236,25 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
-            self.weights(),
+            lora.trained_weights(self.policy),
             active_share=self._statistics.active_share,
         )
 
     @property
-    def leaving(self) -> Callable[[Sequence[Sampled]], None] | None:
-        """Scores what weights that are about to be replaced have sampled; None: nobody asks.
-
-        It may be called in another thread while the trainer waits.
-        """
-        source = self._proximal
-        if not isinstance(source, InterruptionScores):
+    def leaving(self) -> Leaving | None:
+        """Scores what weights that are about to be replaced have sampled; None: nobody asks."""
+        if not isinstance(self._proximal, InterruptionScores):
             return None
-        num_threads = torch.get_num_threads()  # a setting of each thread
-
-        def compute(batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
-            with other_weights(self.policy, weights):
-                return self._logprobs(self.policy, batch.to(self.device))[0]
-
-        def leaving(responses: Sequence[Sampled]) -> None:
-            torch.set_num_threads(num_threads)
-            with self.trainer.precision_plugin.forward_context():
-                source.leaving(responses, compute)
-
-        return leaving
+        context = self.trainer.precision_plugin.forward_context
+        return self._proximal.leaver(self._compute_elsewhere, context)
 
     def published(
-        self,
-        weights: Mapping[str, Tensor],
-        version: PolicyVersion,
-        *,
-        oldest_version: PolicyVersion,
+        self, weights: Mapping[str, Tensor], version: PolicyVersion, *, oldest: PolicyVersion
     ) -> None:
-        """The weights of ``version`` sample now; no token to come is older than the oldest one."""
-        self._proximal.published(version, weights, oldest_version=oldest_version)
+        """These weights, with adapters the present ones, sample now; see `ProximalSource`."""
+        if lora.adapted_layers(self.policy):  # then the proximal policy knows of nothing else
+            weights = lora.trained_weights(self.policy)
+        self._proximal.published(version, weights, oldest_version=oldest)
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
@@ -287,19 +274,14 @@ class PolicyModule(pl.LightningModule):
             logger.log_metrics(metrics, step=self.policy_version)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with linear warm-up and then a constant rate."""
-        optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=self._learning_rate,
-            betas=self._betas,
+        """See `adamw`."""
+        return adamw(
+            lora.trained_parameters(self.policy).values(),
+            learning_rate=self._learning_rate,
             weight_decay=self._weight_decay,
-            fused=True,
+            betas=self._betas,
+            warmup_steps=self._warmup_steps,
         )
-        warmup = max(1, self._warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warmup)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _prepare_draw(self, batches: list[TrainBatch]) -> None:
         """The pass before the first backward pass, and the terms of all micro-batches."""
@@ -332,6 +314,10 @@ class PolicyModule(pl.LightningModule):
     def _compute(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
         return self._score(batch, weights)[0]
 
+    def _compute_elsewhere(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
+        with other_weights(self.policy, weights):
+            return self._logprobs(self.policy, batch.to(self.device))[0]
+
     @contextmanager
     def _prepass(self) -> Iterator[None]:
         """Around whatever passes through the network beside the training pass.
@@ -351,6 +337,14 @@ class PolicyModule(pl.LightningModule):
     ) -> tuple[Tensor, Tensor]:
         with self._prepass(), torch.no_grad(), other_weights(self.policy, weights):
             return self._logprobs(self.policy, batch, **options)
+
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        reference = self._reference[0]
+        if reference is None:
+            with lora.without_adapters(self.policy):
+                return self._logprobs(self.policy, batch)[0]
+        with torch.no_grad():
+            return self._logprobs(reference, batch)[0]
 
     def _score_square_norms(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
         if self._objective.opob is None:
@@ -376,18 +370,14 @@ class PolicyModule(pl.LightningModule):
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
         lifetime = self._lifetime_budget
         limit = largest_rate(
-            mean_lag_versions=0.0 if self._stale_budget is None else self._mean_lag(),
+            mean_lag_versions=0.0
+            if self._stale_budget is None
+            else self._statistics.mean_lag(self._gather),
             stale_budget=self._stale_budget,
             remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
             remaining_steps=self.trainer.max_steps - self.policy_version,
         )
         return min(factor, limit / scheduled) if scheduled else factor
-
-    def _mean_lag(self) -> float:
-        """Versions between the trained tokens of the draw and the present weights."""
-        sums = (torch.tensor([self._statistics.sums[name]]) for name in ("lag", "tokens"))
-        lag, tokens = (float(self._gather(s.to(self.device)).sum()) for s in sums)
-        return lag / max(tokens, 1.0)
 
     def _logprobs(
         self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
@@ -406,8 +396,5 @@ class PolicyModule(pl.LightningModule):
         )
 
     def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that Lightning and DDP take.
-
-        The loss is a sum of shares.
-        """
+        """Undo the means over micro-batches and ranks that Lightning and DDP take of the shares."""
         return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)

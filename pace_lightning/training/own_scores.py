@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.proximal import own_version_logprobs
 from pace_lightning.core.proximal_sources import Compute
 from pace_lightning.core.trajectory import PolicyVersion, Sampled
+from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training.proximal_models import copies_of, rows_with
 
 
@@ -91,6 +93,24 @@ class InterruptionScores:
             for row, mask, values in zip(part, batch.loss_mask, logprobs, strict=True):
                 known[row.key] = values[mask].clone()
         self._seconds += time.perf_counter() - begin
+
+    def leaver(
+        self, compute: Compute, context: Callable[[], AbstractContextManager[None]]
+    ) -> Leaving:
+        """`leaving` for another thread, with the present number of threads; see `Leaving`.
+
+        Args:
+            compute: as there.
+            context: entered around all of it, for the precision.
+        """
+        num_threads = torch.get_num_threads()  # a setting of each thread
+
+        def leaving(responses: Sequence[Sampled]) -> None:
+            torch.set_num_threads(num_threads)
+            with context():
+                self.leaving(responses, compute)
+
+        return leaving
 
     def logprobs(
         self, batch: TrainBatch, compute: Compute, policy_logprobs: Tensor | None = None

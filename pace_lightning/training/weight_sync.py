@@ -138,4 +138,4 @@ class WeightSync(pl.Callback):
             self._datamodule.start()
             self.last_report = self._datamodule.publish(weights, version, clock=now)
             oldest = self._datamodule.oldest_version
-            module.published(weights, version, oldest_version=oldest)
+            module.published(weights, version, oldest=oldest)
