@@ -147,9 +147,8 @@ class Books:
     def restored(self) -> Books:
         """The books of a process that begins with this copy."""
         lost = {*self.out, *self.lost}
-        return Books(
-            {}, lost, {**self.fates}, self.version, self.num_trained, self.ready, self.begun
-        )
+        begun = {**self.begun}
+        return Books({}, lost, {**self.fates}, self.version, self.num_trained, self.ready, begun)
 
 
 def tokens_of(response: PartialResponse | Trajectory) -> tuple[Any, ...]:
@@ -675,6 +674,31 @@ class Process:
         self.observer.draw(version, groups)
 
 
+def run_process(
+    rng: random.Random,
+    scenario: Scenario,
+    checkpoint: tuple[dict[str, Any], Books] | None,
+    trace: list[str],
+    *,
+    kill_after_steps: int | None,
+) -> tuple[str, Process | None]:
+    """One process of a run: how it ended, and what it left."""
+    world = World(rng, kill_after_steps=kill_after_steps)
+    with simulated(world):
+        process = None
+        try:
+            process = Process(world, scenario, rng, checkpoint, trace)
+            ending = process.run()
+        except Killed:
+            ending = "killed"
+        if world.violation is not None:
+            raise world.violation
+    if process and process.observer.num_continued:
+        trace.append(f"          {process.observer.num_continued} groups were continued")
+    trace.append(f"          {ending}")
+    return ending, process
+
+
 def simulate(seed: int, trace: list[str] | None = None) -> list[str]:
     """Run the schedule of this seed; how its processes ended.
 
@@ -689,20 +713,33 @@ def simulate(seed: int, trace: list[str] | None = None) -> list[str]:
     endings: list[str] = []
     while len(endings) < 3:
         last = len(endings) == 2 or rng.random() < 0.4
-        world = World(rng, kill_after_steps=None if last else int(600 * rng.random() ** 2))
-        with simulated(world):
-            process = None
-            try:
-                process = Process(world, scenario, rng, checkpoint, trace)
-                endings.append(process.run())
-            except Killed:
-                endings.append("killed")
-            if world.violation is not None:
-                raise world.violation
-        if process and process.observer.num_continued:
-            trace.append(f"          {process.observer.num_continued} groups were continued")
-        trace.append(f"          {endings[-1]}")
+        kill = None if last else int(600 * rng.random() ** 2)
+        ending, process = run_process(rng, scenario, checkpoint, trace, kill_after_steps=kill)
+        endings.append(ending)
         checkpoint = process.checkpoint if process else checkpoint
-        if endings[-1] in ("finished", "data ended") or (last and rng.random() < 0.5):
+        if ending in ("finished", "data ended") or (last and rng.random() < 0.5):
             break
     return endings
+
+
+def trained_prompts(
+    seed: int, scenario: Scenario, kills: Sequence[int], trace: list[str]
+) -> Counter[str]:
+    """How often each prompt is trained on in a run that is killed so often, then ends by itself.
+
+    Args:
+        seed: of what happens beside the kills.
+        scenario: what runs.
+        kills: after so many callbacks of each process.
+        trace: gets the story.
+    """
+    rng = random.Random(seed)
+    checkpoint: tuple[dict[str, Any], Books] | None = None
+    for kill in (*kills, None):
+        ending, process = run_process(rng, scenario, checkpoint, trace, kill_after_steps=kill)
+        checkpoint = process.checkpoint if process else checkpoint
+        if ending != "killed":
+            break
+    assert process is not None
+    fates = process.observer.books.fates
+    return Counter(uid for uid, fate in fates.items() if fate is Fate.TRAINED)

@@ -36,8 +36,9 @@ class Rollout:
     waits_for: str = ENGINE
     num_tokens: int = 0
     """Those of its responses, once they are all there."""
-    since: float = field(default_factory=time.monotonic)
-    event_at: float = field(default_factory=time.monotonic)
+    since: float = 0.0
+    """Its dispatch."""
+    event_at: float = 0.0
 
     @property
     def uid(self) -> str:
