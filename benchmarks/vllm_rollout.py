@@ -191,9 +191,12 @@ async def publications(
 
 
 async def publish(engine: VLLMEngine, weights: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of the pause without verification, and of the verification."""
-    start = time.perf_counter()
+    """Seconds without generation, verification left out, and of the verification.
+
+    From when the running step has ended, whose tokens still arrive, to when generation goes on.
+    """
     async with engine.paused():
+        start = time.perf_counter()
         await engine.load_weights(weights, version=0)
         loaded = time.perf_counter()
         await engine.verify_weights()

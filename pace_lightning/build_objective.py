@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pace_lightning.config import Config
-from pace_lightning.config_explain import shares_prompts
+from pace_lightning.config_explain import lora_alpha, shares_prompts
 from pace_lightning.config_methods import objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
@@ -21,14 +21,27 @@ from pace_lightning.core.proximal_sources import (
     recompute,
 )
 from pace_lightning.core.step_size import ess_scale
+from pace_lightning.training.lora import add_adapters
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 
 
 def policy_module(config: Config, policy: Any) -> PolicyModule:
-    """The module that trains ``policy``."""
-    loss, optim = config.loss, config.optim
+    """The module that trains ``policy``, which gets its adapters here: the engine is built before.
+
+    Raises:
+        ModelError: if the model cannot have the adapters.
+    """
+    loss, optim, lora = config.loss, config.optim, config.model.lora
+    if lora.rank:
+        add_adapters(
+            policy,
+            rank=lora.rank,
+            alpha=lora_alpha(config),
+            target_modules=list(lora.target_modules),
+            seed=config.seed,
+        )
     return PolicyModule(
         policy,
         objective=objective_of(config),
@@ -42,12 +55,22 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         max_grad_norm=optim.max_grad_norm,
         rate_scale=_rate_scale(config),
         stale_budget=optim.stale_budget,
-        reference=copy_for_engine(policy, torch.float32) if loss.kl_coef else None,
+        reference=_reference(config, policy),
         kl_coef=loss.kl_coef,
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prompts=shares_prompts(config),
     )
+
+
+def _reference(config: Config, policy: Any) -> Any:
+    """A frozen copy of the initial weights for the KL penalty; None if adapters make it needless.
+
+    Without its adapters, the policy is what it was.
+    """
+    if not config.loss.kl_coef or config.model.lora.rank:
+        return None
+    return copy_for_engine(policy, torch.float32)
 
 
 def proximal_source(config: Config) -> ProximalSource | None:

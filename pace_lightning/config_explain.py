@@ -79,6 +79,12 @@ def shares_prompts(config: Config) -> bool:
     return not config.model.gradient_checkpointing if chosen is None else chosen
 
 
+def lora_alpha(config: Config) -> float:
+    """The scale of the adapters' update, times their rank."""
+    lora = config.model.lora
+    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
+
+
 def pace_window(config: Config) -> int:
     """Scores in PACE's drift window."""
     step = config.trainer.groups_per_step * config.rollout.group_size

@@ -28,6 +28,7 @@ from pace_lightning.config_load import load, to_yaml
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.groups import NothingToLearnError
 from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
+from pace_lightning.training.lora import save_policy
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.run_files import keep_lines_before
 
@@ -38,9 +39,11 @@ def train(config: Config, emit: Emit) -> int:
     """Train from the start in a new run directory. Returns the exit code."""
     run_dir = run_directory(config, datetime.now())
     if (run_dir / "config.yaml").exists():
+        resumable = any((run_dir / "checkpoints").glob("version-*"))
+        resume_it = f"resume it (`python -m pace_lightning resume {run_dir}`) or "
         raise ConfigError(
-            f"run_dir {run_dir} already holds a run; resume it (`python -m pace_lightning resume "
-            f"{run_dir}`) or choose another run_dir"
+            f"run_dir {run_dir} already holds a run; {resume_it if resumable else ''}choose "
+            "another run_dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -122,6 +125,7 @@ def _plotted_evaluation(run_dir: Path, version: PolicyVersion) -> dict[str, floa
     """What TensorBoard shows of the evaluation of a version; empty if there was none."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
     size = {"scalars": 0, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     events = EventAccumulator(str(run_dir / "tensorboard"), size).Reload()
     return {
@@ -212,7 +216,7 @@ def _export(experiment: Experiment, target: Path) -> None:
     scratch = target.with_name(f".{target.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        experiment.module.policy.save_pretrained(scratch)
+        save_policy(experiment.module.policy, scratch)
         experiment.tokenizer.save_pretrained(scratch)
         shutil.rmtree(target, ignore_errors=True)
         scratch.replace(target)

@@ -35,6 +35,7 @@ from pace_lightning.core.objective import (
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
 from pace_lightning.core.step_size import effective_sample_size
 from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.training import lora
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
 from pace_lightning.training.ranks import gather_vectors
@@ -67,7 +68,7 @@ class PolicyModule(pl.LightningModule):
             learning rate of its step (`step_size.ess_scale`); None: 1.
         stale_budget: the learning rate times the mean lag of the draw, in versions, is at most
             this; None: no limit.
-        reference: frozen causal LM of the KL penalty, or None.
+        reference: frozen causal LM of the KL penalty; None: the policy without its adapters.
         kl_coef: weight of the k3 penalty.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -118,6 +119,8 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        if kl_coef and reference is None and not lora.adapted_layers(policy):
+            raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
             checkpoint_layers(policy)
 
@@ -132,14 +135,14 @@ class PolicyModule(pl.LightningModule):
         return self._statistics.lag0_gap
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters under the names that an engine knows; views, not copies."""
-        return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+        """The parameters under the names that an engine knows; see `merged_weights`."""
+        return lora.merged_weights(self.policy)
 
     def on_train_start(self) -> None:
         """Move the reference along (Lightning moves submodules only), begin with these weights."""
         if self._reference[0] is not None:
             self._reference[0].to(self.device)
-        self._proximal.begin(self.policy_version, self.weights())
+        self._proximal.begin(self.policy_version, lora.trained_weights(self.policy))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What is remembered beside the weights."""
@@ -164,9 +167,7 @@ class PolicyModule(pl.LightningModule):
             (terms,) = self._prepare([batch], [logprobs.detach()])
         penalty = None
         if self._kl_coef:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference[0], batch)
-            kl = k3_kl(logprobs, reference)
+            kl = k3_kl(logprobs, self._reference_logprobs(batch))
             penalty = self._kl_coef * kl
             self._statistics.sums["kl"] += float(kl.detach()[batch.loss_mask].sum())
         loss = objective_loss(self._objective, logprobs, terms, penalty=penalty)
@@ -228,7 +229,7 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
-            self.weights(),
+            lora.trained_weights(self.policy),
             active_share=self._statistics.active_share,
         )
 
@@ -239,7 +240,12 @@ class PolicyModule(pl.LightningModule):
         *,
         oldest_version: PolicyVersion,
     ) -> None:
-        """The weights of ``version`` sample now; no token to come is older than the oldest one."""
+        """The weights of ``version`` sample now; no token to come is older than the oldest one.
+
+        With adapters they must be the present ones.
+        """
+        if lora.adapted_layers(self.policy):  # then the proximal policy knows of nothing else
+            weights = lora.trained_weights(self.policy)
         self._proximal.published(version, weights, oldest_version=oldest_version)
 
     def finish_step(self) -> dict[str, float]:
@@ -262,7 +268,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW, with linear warm-up and then a constant rate."""
         optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
+            lora.trained_parameters(self.policy).values(),
             lr=self._learning_rate,
             betas=self._betas,
             weight_decay=self._weight_decay,
@@ -324,6 +330,14 @@ class PolicyModule(pl.LightningModule):
     ) -> tuple[Tensor, Tensor]:
         with self._prepass(), torch.no_grad(), other_weights(self.policy, weights):
             return self._logprobs(self.policy, batch, **options)
+
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        reference = self._reference[0]
+        if reference is None:
+            with lora.without_adapters(self.policy):
+                return self._logprobs(self.policy, batch)[0]
+        with torch.no_grad():
+            return self._logprobs(reference, batch)[0]
 
     def _score_square_norms(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
         if self._objective.opob is None:

@@ -1,7 +1,8 @@
 """Proximal policies that hold weights: an average of all versions, or a copy of each live one.
 
-Both satisfy `core.proximal_sources.ProximalSource`. They hold parameters and no buffers, and know
-the model only by the names of its parameters. `other_weights` lends weights to it for one pass.
+Both satisfy `core.proximal_sources.ProximalSource`. They hold the parameters that are trained (with
+adapters: those alone) and no buffers, and know the model only by their names. `other_weights` lends
+weights to it for one pass.
 
 Under data parallelism each rank holds its own, equal copies. Sharded parameters are not supported.
 """
@@ -21,6 +22,7 @@ from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.proximal_sources import Compute
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.weights import manifest_differences
+from pace_lightning.training.lora import trained_parameters
 
 
 @contextmanager
@@ -33,7 +35,8 @@ def other_weights(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Ite
 
     Args:
         model: any module.
-        weights: every parameter, by the names of ``named_parameters``; None: the present ones.
+        weights: every trained parameter, by the names of ``named_parameters``; None: the present
+            ones.
 
     Raises:
         ValueError: if names or shapes differ; then nothing was changed.
@@ -42,7 +45,7 @@ def other_weights(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Ite
         if weights is None:
             yield
             return
-        parameters = dict(model.named_parameters())
+        parameters = trained_parameters(model)
         _check_manifest(parameters, weights)
         present = {name: parameter.data for name, parameter in parameters.items()}
         try:
