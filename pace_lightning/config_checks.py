@@ -100,6 +100,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.learning_rate": (lambda x: x > 0, "above 0"),
     "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
     "optim.stale_budget": (lambda x: x > 0, "above 0"),
+    "optim.lifetime_budget": (lambda x: x > 0, "above 0"),
     "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
     "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
     "pace.gamma": (lambda x: x >= 0, "at least 0"),
@@ -166,7 +167,7 @@ def _numbers(config: Config) -> Iterator[str]:
     for path, (holds, need) in RANGES.items():
         value = _get(config, path)
         if value is not None and not (math.isfinite(value) and holds(value)):
-            yield f"{path} is {value}; it must be {need}"
+            yield f"{path} is {value}; it must be {need if math.isfinite(value) else 'finite'}"
     for index, beta in enumerate(config.optim.betas):
         if not 0 <= beta < 1:
             yield f"optim.betas[{index}] is {beta}; it must be in [0, 1)"

@@ -99,6 +99,27 @@ class EvaluatedPrompt:
     """Why it failed."""
 
 
+def evaluation_metrics(results: Sequence[EvaluatedPrompt]) -> dict[str, float]:
+    """What an evaluation measured.
+
+    Raises:
+        RuntimeError: if not one prompt could be scored.
+    """
+    scores = [score for result in results for score in result.scores]
+    if not scores:
+        raise RuntimeError(
+            f"not one of {len(results)} evaluation prompts could be scored; the last error: "
+            f"{results[-1].error}"
+        )
+    completions = [completion for result in results for completion in result.completions]
+    return {
+        "pass_rate": sum(scores) / len(scores),
+        "scored_share": sum(bool(result.scores) for result in results) / len(results),
+        "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
+        "truncated_share": sum(c.truncated for c in completions) / len(completions),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratedStatistics:
     """Scored training groups, whether or not they reached the pool."""

@@ -57,6 +57,7 @@ class Connection:
         self._answer_timeout_seconds = answer_timeout_seconds
         self._process: EngineProcess | None = None
         self._serial = itertools.count()
+        self._frozen = False
 
     async def start(self) -> None:
         """Start vLLM on noise.
@@ -66,7 +67,7 @@ class Connection:
         """
         launch = replace(self._launch, seed=life_seed(self._launch.seed, restarts=self._num_starts))
         self._num_starts += 1
-        self.fatal, self.sender = None, None
+        self.fatal, self.sender, self._frozen = None, None, False
         self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(
@@ -95,6 +96,18 @@ class Connection:
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of the tokens but the first under the present weights, at temperature 1."""
         return await score(self.llm, tokens, self.name())
+
+    async def freeze(self) -> None:
+        """Stop generation between two steps; what is running stays as it is."""
+        self._frozen = True
+        pausing = self.llm.pause_generation(mode="keep", clear_cache=False)
+        await self.answer(pausing, "pausing")
+
+    async def thaw(self) -> None:
+        """Let generation go on, if it was stopped."""
+        if self._frozen:
+            await self.answer(self.llm.resume_generation(), "resuming")
+            self._frozen = False
 
     async def answer(self, work: Awaitable[T], what: str) -> T:
         """Wait for the engine process, not longer than the deadline.

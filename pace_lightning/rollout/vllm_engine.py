@@ -259,7 +259,7 @@ class VLLMEngine:
         self._link.check_alive()
         async with self._door:
             try:
-                await self._pause()
+                await self._link.freeze()
                 yield
             except BaseException:
                 with contextlib.suppress(EngineError):  # the first error says more
@@ -283,7 +283,6 @@ class VLLMEngine:
                     "reload_weights", kwargs={"weights_path": str(self._link.serving.path)}
                 )
                 await self._link.answer(load, "loading weights")
-                self._link.serving.clear()
             else:
                 await self._link.sender.send(self._link.serving.checkpoint(weights))
             if self._recompute_cache:
@@ -301,11 +300,14 @@ class VLLMEngine:
         self._version = version
 
     async def verify_weights(self) -> None:
-        """See `RolloutEngine.verify_weights`. With a kept cache, the end of the pause does it."""
+        """See `RolloutEngine.verify_weights`.
+
+        With a kept cache, the end of the pause does it. With a recomputed one nothing but the probe
+        can run here: requests were taken back, and the door is held.
+        """
         if self._recompute_cache:
-            await self._link.answer(self._link.llm.resume_generation(), "resuming")
+            await self._link.thaw()
             await self._verify()
-            await self._pause()
 
     async def _verify(self) -> None:
         try:
@@ -353,10 +355,6 @@ class VLLMEngine:
         partial.unscored = False
         self._rescore_seconds += time.monotonic() - start
 
-    async def _pause(self) -> None:
-        pausing = self._link.llm.pause_generation(mode="keep", clear_cache=False)
-        await self._link.answer(pausing, "pausing")
-
     async def _resume(self) -> None:
         """Let tokens flow, also after an error; not with weights that are known to be wrong."""
         if self._link.llm is None or self._link.llm.errored:
@@ -367,8 +365,9 @@ class VLLMEngine:
                     if not request.submitted:
                         await self._submit(request)
         finally:
-            await self._link.answer(self._link.llm.resume_generation(), "resuming")
+            await self._link.thaw()
             self._last_heard = time.monotonic()
+        await asyncio.to_thread(self._link.serving.clear)
         if self._link.fatal is None and self._version is not None and not self._trusted.is_set():
             await self._verify()
 
