@@ -24,9 +24,10 @@ from pace_lightning.core.step_size import ess_scale
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy
+from pace_lightning.training.ranks import ALONE, Ranks
 
 
-def policy_module(config: Config, policy: Any) -> PolicyModule:
+def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyModule:
     """The module that trains ``policy``."""
     loss, optim = config.loss, config.optim
     return PolicyModule(
@@ -47,6 +48,7 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prompts=shares_prompts(config),
+        ranks=ranks,
     )
 
 

@@ -16,6 +16,7 @@ from pace_lightning.config import Config, ConfigError, Mode
 from pace_lightning.config_explain import longest_deadline, outstanding_limit, pace_window
 from pace_lightning.config_load import nearest, show
 from pace_lightning.config_methods import ignored_pace, method_problems, needs_group, probe_problems
+from pace_lightning.config_ranks import rank_problems
 from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES
 from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.objective import DENOMINATORS
@@ -339,10 +340,7 @@ def _model(config: Config) -> Iterator[str]:
             "admission.policy pace; use sdpa"
         )
     if config.model.warm_start.steps > 0 and config.model.warm_start.path is None:
-        yield (
-            "model.warm_start.steps is set, but model.warm_start.path is not; name a file of "
-            "worked solutions"
-        )
+        yield "model.warm_start.steps is set, but model.warm_start.path is not; name a file"
     if config.data.system_prompt is not None and not config.data.chat_template:
         yield "data.system_prompt is set, but data.chat_template is false: nobody would see it"
     if config.model.shared_prompts and config.model.gradient_checkpointing:
@@ -391,6 +389,7 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _engine,
     _model,
     _data,
+    rank_problems,
 )
 
 

@@ -37,7 +37,7 @@ from pace_lightning.core.step_size import effective_sample_size
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
-from pace_lightning.training.ranks import gather_vectors
+from pace_lightning.training.ranks import ALONE, Ranks, gather_vectors
 from pace_lightning.training.score_norms import exact_score_square_norms
 from pace_lightning.training.step_statistics import StepStatistics
 
@@ -73,6 +73,7 @@ class PolicyModule(pl.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
             checkpointing.
+        ranks: who trains along.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class PolicyModule(pl.LightningModule):
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         share_prompts: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -113,6 +115,7 @@ class PolicyModule(pl.LightningModule):
         self._kl_coef = kl_coef
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
+        self._ranks = ranks
         self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
         self._cumulated_rate = 0.0
@@ -214,6 +217,7 @@ class PolicyModule(pl.LightningModule):
 
         def closure() -> Any:  # gradients are complete after it, and the step comes next
             result = optimizer_closure() if optimizer_closure is not None else None
+            self._statistics.merge(self._ranks.gather)
             factor = self._rate_factor(scheduled[0])
             for group in optimizer.param_groups:
                 group["lr"] *= factor
@@ -327,7 +331,7 @@ class PolicyModule(pl.LightningModule):
             )
 
     def _gather(self, vector: Tensor) -> Tensor:
-        if self.trainer.world_size == 1:
+        if self._ranks.size == 1:
             return vector
         return gather_vectors(vector, lambda x: cast("Tensor", self.all_gather(x)))
 
@@ -343,9 +347,8 @@ class PolicyModule(pl.LightningModule):
 
     def _mean_lag(self) -> float:
         """Versions between the trained tokens of the draw and the present weights."""
-        sums = (torch.tensor([self._statistics.sums[name]]) for name in ("lag", "tokens"))
-        lag, tokens = (float(self._gather(s.to(self.device)).sum()) for s in sums)
-        return lag / max(tokens, 1.0)
+        sums = self._statistics.sums
+        return sums["lag"] / max(sums["tokens"], 1.0)
 
     def _logprobs(
         self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
@@ -368,4 +371,4 @@ class PolicyModule(pl.LightningModule):
 
         The loss is a sum of shares.
         """
-        return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return float(self.trainer.accumulate_grad_batches * self._ranks.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from pace_lightning.core.importance_weights import trajectory_log_ratio
 from pace_lightning.core.losses import ratio_statistics
 from pace_lightning.core.objective import Objective, Terms, objective_statistics
 
+MAXIMA = ("ratio_max", "fresh_gap_max", "prepass_seconds")
+"""Names in `StepStatistics.sums` that are no sums."""
+
 
 class StepStatistics:
-    """What one draw did, of this rank.
+    """What one draw did: of this rank, and after `merge` of all.
 
     Args:
         objective: what is minimized.
@@ -59,9 +63,16 @@ class StepStatistics:
             self.sums["fresh_gap"] += float(gap.sum())
             self.sums["fresh_gap_max"] = max(self.sums["fresh_gap_max"], float(gap.max()))
 
+    def merge(self, gather: Callable[[Mapping[str, float]], list[Mapping[str, float]]]) -> None:
+        """Take in what the other ranks did of the same draw; on every rank."""
+        every = gather(dict(self.sums))
+        for name in sorted({name for sums in every for name in sums}):
+            values = [sums.get(name, 0.0) for sums in every]
+            self.sums[name] = max(values) if name in MAXIMA else sum(values)
+
     @property
     def log_ratios(self) -> Tensor:
-        """Log pi - log mu of each trained response so far; shape ``(M,)``."""
+        """Log pi - log mu of each trained response of this rank so far; shape ``(M,)``."""
         return torch.cat(self._log_ratios)
 
     @property
