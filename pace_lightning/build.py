@@ -68,6 +68,7 @@ class Experiment:
     trainer: pl.Trainer
     module: PolicyModule
     datamodule: RolloutDataModule
+    tokenizer: Any
     ranks: Ranks
     time_ledger: TimeLedger
     staleness: StalenessMonitor
@@ -195,6 +196,7 @@ def build(
         ),
         module=module,
         datamodule=datamodule,
+        tokenizer=tokenizer,
         ranks=ranks,
         time_ledger=time_ledger,
         staleness=staleness,

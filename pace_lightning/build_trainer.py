@@ -19,7 +19,7 @@ from pace_lightning.build_objective import policy_module
 from pace_lightning.build_tasks import warm_started
 from pace_lightning.config import Config, KVCache
 from pace_lightning.config_explain import thread_layout
-from pace_lightning.config_ranks import chosen_strategy, message_timeout, num_ranks
+from pace_lightning.config_ranks import DEEPSPEED, chosen_strategy, message_timeout, num_ranks
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.bookends import Bookends
 from pace_lightning.training.core_sharing import CoreSharing
@@ -30,6 +30,7 @@ from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import load_policy, load_tokenizer
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.run_files import RunFiles
+from pace_lightning.training.strategies import ZeroStrategy
 from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
@@ -201,8 +202,16 @@ def build_trainer(
 
 def strategy(config: Config) -> Strategy | str:
     """How ranks share the work."""
-    if chosen_strategy(config) == "ddp":
+    name, offload = chosen_strategy(config), config.trainer.offload
+    if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True)
+    if name in DEEPSPEED:
+        return ZeroStrategy(
+            DEEPSPEED.index(name) + 1,
+            max_grad_norm=config.optim.max_grad_norm,
+            offload_optimizer=offload != "none",
+            offload_parameters=offload == "parameters",
+        )
     return "auto"
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.batch_advantages import score_square_norm_proxy
@@ -118,6 +119,7 @@ class PolicyModule(pl.LightningModule):
         self._ranks = ranks
         self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
+        self._is_last = False  # the present micro-batch, of its draw
         self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
@@ -156,6 +158,7 @@ class PolicyModule(pl.LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """The share of one micro-batch in the loss of the draw."""
+        self._is_last = batch.is_last
         if batch.micro_batch_index == 0:
             self._statistics.begin()
             self._terms.clear()
@@ -193,17 +196,19 @@ class PolicyModule(pl.LightningModule):
         """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
 
         Done here and not by Lightning, which refuses fused optimizers under mixed precision,
-        although bfloat16 needs no unscaling.
+        although bfloat16 needs no unscaling. DeepSpeed clips what it has partitioned itself.
         """
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.parameters(), self._max_grad_norm or math.inf
-        )
-        if not torch.isfinite(norm):
+        if self._engine is None:
+            norm = clip_grad_norm_(self.policy.parameters(), self._max_grad_norm or math.inf)
+            self._record_norm(float(norm))
+
+    def _record_norm(self, norm: float) -> None:
+        if not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"the gradient norm of step {self.policy_version} is {norm.item()}; lower "
+                f"the gradient norm of step {self.policy_version} is {norm}; lower "
                 "optim.learning_rate"
             )
-        self._statistics.sums["gradient_norm"] = float(norm)
+        self._statistics.sums["gradient_norm"] = norm
 
     def optimizer_step(
         self,
@@ -212,11 +217,16 @@ class PolicyModule(pl.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step with a rate that fits the draw; then put the scheduled rate back."""
+        """Step with a rate that fits the draw; then put the scheduled rate back.
+
+        DeepSpeed counts micro-batches itself, and is called for each of them.
+        """
         scheduled = [group["lr"] for group in optimizer.param_groups]
 
         def closure() -> Any:  # gradients are complete after it, and the step comes next
             result = optimizer_closure() if optimizer_closure is not None else None
+            if not self._is_last:
+                return result
             self._statistics.merge(self._ranks.gather)
             factor = self._rate_factor(scheduled[0])
             for group in optimizer.param_groups:
@@ -229,6 +239,10 @@ class PolicyModule(pl.LightningModule):
         finally:
             for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
                 group["lr"] = rate
+        if not self._is_last:
+            return
+        if self._engine is not None:
+            self._record_norm(float(self._engine.get_global_grad_norm()))
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
@@ -366,9 +380,18 @@ class PolicyModule(pl.LightningModule):
             statistic=statistic,
         )
 
-    def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that Lightning and DDP take.
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's, which accumulates, clips and steps by itself; None without it."""
+        strategy = self.trainer.strategy
+        return strategy.model if strategy.handles_gradient_accumulation else None
 
-        The loss is a sum of shares.
+    def _averaging_factor(self) -> float:
+        """Undo the means over micro-batches and ranks that are taken; the loss is a sum of shares.
+
+        Lightning divides by the micro-batches, DeepSpeed does so again, and all strategies average
+        the gradients of the ranks.
         """
-        return float(self.trainer.accumulate_grad_batches * self._ranks.size)
+        micro_batches = self.trainer.accumulate_grad_batches
+        divisions = 1 if self._engine is None else 2
+        return float(micro_batches**divisions * self._ranks.size)
