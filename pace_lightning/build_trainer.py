@@ -1,4 +1,4 @@
-"""The part of ``build.py`` that every rank needs: model, Trainer, strategy; and all of a follower."""
+"""The part of ``build.py`` that every rank needs: model, Trainer, strategy; all of a follower."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class WeightSync(pl.Callback):
         self._kept.extend(state_dict["kept"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Publish the initial or restored weights, unless an evaluation did, and begin to dispatch."""
+        """Publish the initial or restored weights, unless an evaluation did; begin to dispatch."""
         if self._lag_versions or self._ranks.share(lambda: self._lacks(trainer.global_step)):
             self._publish_lagged(pl_module)
         if self._datamodule is not None:
