@@ -90,8 +90,9 @@ eval: engine  ## evaluate the model of CONF, with SET on top
 config: $(READY)  ## print the resolved CONF and what follows from it; start nothing
 	@$(PACE) config $(CONF) $(SET)
 
-compare: $(READY)  ## run what is missing of the comparison in CONF; write its table and page
-	$(PACE) compare $(CONF)
+compare: $(READY)  ## run what is missing of the comparison in CONF; write its table and page (REPORT=1: only write)
+	$(if $(SET),$(error compare takes no SET: write `set: [...]` into $(CONF)))
+	$(PACE) compare $(CONF) $(if $(REPORT),--report)
 
 doctor: $(READY)  ## check this machine and what CONF needs
 	@$(PACE) doctor $(CONF)

@@ -75,7 +75,7 @@ def main() -> None:
 def new_engine(config: Config, policy: Any, tokenizer: Any) -> VLLMEngine:
     """The engine that a run would have."""
     _, threads, _ = thread_layout(config, len(os.sched_getaffinity(0)))
-    engine = engine_of(config, policy, tokenizer, threads)
+    engine = engine_of(config, policy, tokenizer, threads, 0)
     assert isinstance(engine, VLLMEngine), "set engine.kind: vllm"
     return engine
 
@@ -129,7 +129,7 @@ def offline(engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[l
     from vllm import SamplingParams, TokensPrompt
 
     launch = engine._launch
-    serving = ServingDirectory(policy, launch.dtype)
+    serving = ServingDirectory(policy, weights_of(policy), launch.dtype)
     serving.write(weights_of(policy))
     parameters = SamplingParams(
         n=config.rollout.group_size,
@@ -191,9 +191,12 @@ async def publications(
 
 
 async def publish(engine: VLLMEngine, weights: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of the pause without verification, and of the verification."""
-    start = time.perf_counter()
+    """Seconds without generation, verification left out, and of the verification.
+
+    From when the running step has ended, whose tokens still arrive, to when generation goes on.
+    """
     async with engine.paused():
+        start = time.perf_counter()
         await engine.load_weights(weights, version=0)
         loaded = time.perf_counter()
         await engine.verify_weights()

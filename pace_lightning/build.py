@@ -46,7 +46,7 @@ from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
 from pace_lightning.core.trajectory import PolicyVersion, Prompt
-from pace_lightning.rollout.engine import RolloutEngine, Sampling
+from pace_lightning.rollout.engine import RolloutEngine, Sampling, life_seed
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
@@ -105,7 +105,7 @@ def build(
     ranks = ranks_of(config)
     tokenizer, policy = load_model(config, all_threads, emit)
     train_rows, eval_rows = prompts_of(config, tokenizer, emit)
-    engine = _engine(config, policy, tokenizer, engine_threads)
+    engine = _engine(config, policy, tokenizer, engine_threads, resumed_version or 0)
     scorer = ScorerPool(
         config.reward.function,
         num_workers=config.reward.num_workers,
@@ -206,7 +206,10 @@ def build(
     )
 
 
-def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> RolloutEngine:
+def _engine(
+    config: Config, policy: Any, tokenizer: Any, num_threads: int, resumed_version: PolicyVersion
+) -> RolloutEngine:
+    seed = life_seed(config.seed, resumed_version=resumed_version)
     dtype = engine_dtype(config)
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + new_tokens
@@ -226,6 +229,7 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Ro
             stop_token_ids=sorted(stop_ids),
             max_sequence_tokens=longest,
             num_threads=num_threads,
+            seed=seed,
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LocalEngine(
@@ -239,7 +243,7 @@ def _engine(config: Config, policy: Any, tokenizer: Any, num_threads: int) -> Ro
         recompute_cache=config.engine.kv_cache == KVCache.RECOMPUTE,
         temperatures=(config.rollout.temperature, config.eval.temperature),
         num_threads=num_threads,
-        seed=config.seed,
+        seed=seed,
         startup_timeout_seconds=config.engine.startup_timeout_seconds,
     )
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pace_lightning.config import Config
-from pace_lightning.config_explain import shares_prompts
-from pace_lightning.config_methods import PROXIMAL_SETTINGS, objective_of
+from pace_lightning.config_explain import lora_alpha, shares_prompts
+from pace_lightning.config_methods import objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -21,15 +21,29 @@ from pace_lightning.core.proximal_sources import (
     recompute,
 )
 from pace_lightning.core.step_size import ess_scale
+from pace_lightning.training.lora import add_adapters
 from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import copy_for_engine
-from pace_lightning.training.proximal_models import EwmaPolicy
+from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 from pace_lightning.training.ranks import ALONE, Ranks
 
 
 def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyModule:
-    """The module that trains ``policy``."""
-    loss, optim = config.loss, config.optim
+    """The module that trains ``policy``, which gets its adapters here: the engine is built before.
+
+    Raises:
+        ModelError: if the model cannot have the adapters.
+    """
+    loss, optim, lora = config.loss, config.optim, config.model.lora
+    if lora.rank:
+        add_adapters(
+            policy,
+            rank=lora.rank,
+            alpha=lora_alpha(config),
+            target_modules=list(lora.target_modules),
+            seed=config.seed,
+        )
     return PolicyModule(
         policy,
         objective=objective_of(config),
@@ -43,7 +57,8 @@ def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyMo
         max_grad_norm=optim.max_grad_norm,
         rate_scale=_rate_scale(config),
         stale_budget=optim.stale_budget,
-        reference=copy_for_engine(policy, torch.float32) if loss.kl_coef else None,
+        lifetime_budget=optim.lifetime_budget,
+        reference=_reference(config, policy),
         kl_coef=loss.kl_coef,
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -52,15 +67,37 @@ def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyMo
     )
 
 
+def _reference(config: Config, policy: Any) -> Any:
+    """A frozen copy of the initial weights for the KL penalty; None if adapters make it needless.
+
+    Without its adapters, the policy is what it was.
+    """
+    if not config.loss.kl_coef or config.model.lora.rank:
+        return None
+    return copy_for_engine(policy, torch.float32)
+
+
 def proximal_source(config: Config) -> ProximalSource | None:
     """Where the proximal policy comes from; None: there is none."""
     name = config.loss.proximal
-    settings = PROXIMAL_SETTINGS[name] | dict(config.loss.proximal_settings)
+    settings = proximal_settings(config)
     if name == "none":
         return None
     if name == "ewma":
         return EwmaPolicy(
             decay=ewma_decay(settings["stale_versions"]), reset_below=settings["reset_below"]
+        )
+    if name == "snapshot":
+        return SnapshotStore(
+            max_versions=settings["max_versions"],
+            missing=settings["missing"],
+            device="cpu" if settings["offload"] else None,
+        )
+    if name == "interruption":
+        return InterruptionScores(
+            batch_positions=int(settings["batch_positions"]),
+            missing=settings["missing"],
+            device="cpu" if settings["offload"] else None,
         )
     functions = {"recompute": recompute, "loglinear": log_linear, "linear": linear}
     return Memoryless(functions[name])

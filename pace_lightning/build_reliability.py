@@ -48,7 +48,7 @@ def watchdog(config: Config, experiment: Experiment, last_words: Callable[[str],
             trainer=ledger.present,
             rollout=worker.describe(),
             num_ready=len(pool),
-            flights=worker.flights.present(),
+            rollouts=worker.rollouts.present(),
         )
 
     return Watchdog(limit, progress=progress, report=report, end=pool.fail, last_words=last_words)

@@ -39,6 +39,7 @@ def vllm_engine(
     stop_token_ids: Sequence[int],
     max_sequence_tokens: int,
     num_threads: int,
+    seed: int,
 ) -> VLLMEngine:
     """The engine; starts nothing, and does not import vLLM.
 
@@ -59,7 +60,7 @@ def vllm_engine(
             cores=engine_cores(sorted(os.sched_getaffinity(0)), num_threads),
             devices=devices,
             transfer=transfer(engine.transfer, devices),
-            seed=config.seed,
+            seed=seed,
         ),
         reference=functools.partial(sequence_logprobs, policy),
         stop_token_ids=stop_token_ids,

@@ -65,6 +65,21 @@ class WarmStartConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: the only weights that are trained; engines get them merged with the rest.
+
+    There is no dropout: the policy that is trained is the policy that samples.
+    """
+
+    rank: int = 0
+    """0: no adapters, all weights are trained."""
+    alpha: float | None = None
+    """Updates are scaled by ``alpha / rank``. None: 2 x ``rank``."""
+    target_modules: list[str] = field(default_factory=list)
+    """Linear layers that get one, by name (``q_proj``). Empty: all but the output head."""
+
+
+@dataclass
 class ModelConfig:
     """The policy."""
 
@@ -76,6 +91,7 @@ class ModelConfig:
     random_init: bool = False
     """Build the architecture of ``path`` with random weights (seeded by ``seed``)."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     attention: str = "sdpa"
     """The attention implementation, by the name transformers gives it."""
     gradient_checkpointing: bool = False

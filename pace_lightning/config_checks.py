@@ -14,6 +14,7 @@ from typing import Any
 
 from pace_lightning.config import Config, ConfigError, Mode
 from pace_lightning.config_explain import longest_deadline, outstanding_limit, pace_window
+from pace_lightning.config_inputs import data_problems, model_problems
 from pace_lightning.config_load import nearest, show
 from pace_lightning.config_methods import ignored_pace, method_problems, needs_group, probe_problems
 from pace_lightning.config_ranks import rank_problems
@@ -77,6 +78,8 @@ AT_LEAST_ONE = (
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "admission.max_lag": (lambda x: x >= 0, "at least 0"),
     "data.held_out": (lambda x: x >= 0, "at least 0"),
+    "model.lora.alpha": (lambda x: x > 0, "above 0"),
+    "model.lora.rank": (lambda x: x >= 0, "at least 0 (0 is no adapters)"),
     "model.warm_start.learning_rate": (lambda x: x > 0, "above 0"),
     "model.warm_start.steps": (lambda x: x >= 0, "at least 0 (0 is no warm start)"),
     "trainer.min_step_seconds": (lambda x: x >= 0, "at least 0"),
@@ -98,6 +101,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.learning_rate": (lambda x: x > 0, "above 0"),
     "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
     "optim.stale_budget": (lambda x: x > 0, "above 0"),
+    "optim.lifetime_budget": (lambda x: x > 0, "above 0"),
     "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
     "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
     "pace.gamma": (lambda x: x >= 0, "at least 0"),
@@ -164,7 +168,7 @@ def _numbers(config: Config) -> Iterator[str]:
     for path, (holds, need) in RANGES.items():
         value = _get(config, path)
         if value is not None and not (math.isfinite(value) and holds(value)):
-            yield f"{path} is {value}; it must be {need}"
+            yield f"{path} is {value}; it must be {need if math.isfinite(value) else 'finite'}"
     for index, beta in enumerate(config.optim.betas):
         if not 0 <= beta < 1:
             yield f"optim.betas[{index}] is {beta}; it must be in [0, 1)"
@@ -333,48 +337,6 @@ def _engine(config: Config) -> Iterator[str]:
         )
 
 
-def _model(config: Config) -> Iterator[str]:
-    if config.model.attention == "eager" and config.admission.policy == "pace":
-        yield (
-            "model.attention is eager, with which the local engine cannot re-score prefixes for "
-            "admission.policy pace; use sdpa"
-        )
-    if config.model.warm_start.steps > 0 and config.model.warm_start.path is None:
-        yield "model.warm_start.steps is set, but model.warm_start.path is not; name a file"
-    if config.data.system_prompt is not None and not config.data.chat_template:
-        yield "data.system_prompt is set, but data.chat_template is false: nobody would see it"
-    if config.model.shared_prompts and config.model.gradient_checkpointing:
-        yield (
-            "model.shared_prompts and model.gradient_checkpointing are both true, but the first "
-            "keeps the keys and values that the second recomputes; choose one"
-        )
-
-
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    if not data.sources:
-        yield "data.sources is empty; add at least one: sources: [{path: data/prompts.jsonl}]"
-    lists = (("data.sources", data.sources), ("data.eval_sources", data.eval_sources))
-    for path, sources in lists:
-        for index, source in enumerate(sources):
-            if source.size is not None and source.size < 1:
-                yield f"{path}[{index}].size is {source.size}; it must be at least 1"
-            if source.size is None and source.path.startswith("reasoning_gym:"):
-                yield f"{path}[{index}].size is not set: how many prompts should be generated?"
-    if data.eval_sources and data.held_out:
-        yield (
-            f"data.held_out is {data.held_out}, but data.eval_sources is set and replaces it; "
-            "remove one of the two"
-        )
-    sizes = [source.size for source in data.sources]
-    total = sum(size for size in sizes if size is not None)
-    if sizes and None not in sizes and not data.eval_sources and data.held_out >= total > 0:
-        yield (
-            f"data.held_out is {data.held_out}, but the sources have {total} prompts in all: "
-            "nothing is left to train on"
-        )
-
-
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     _numbers,
@@ -387,8 +349,8 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _reward,
     method_problems,
     _engine,
-    _model,
-    _data,
+    model_problems,
+    data_problems,
     rank_problems,
 )
 

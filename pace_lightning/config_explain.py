@@ -67,6 +67,8 @@ def choose_engine(config: Config, *, vllm_installed: bool) -> tuple[str, str]:
         return "local", "engine.kind auto: vLLM is not installed"
     if rescores and config.rollout.temperature != 1:
         return "local", "engine.kind auto: vLLM re-scores prefixes at temperature 1 only"
+    if config.loss.proximal == "interruption":
+        return "local", "engine.kind auto: loss.proximal interruption has to see each token in time"
     return "vllm", "engine.kind auto: vLLM is installed"
 
 
@@ -79,6 +81,12 @@ def shares_prompts(config: Config) -> bool:
     """Whether the trainer computes each group's prompt once."""
     chosen = config.model.shared_prompts
     return not config.model.gradient_checkpointing if chosen is None else chosen
+
+
+def lora_alpha(config: Config) -> float:
+    """The scale of the adapters' update, times their rank."""
+    lora = config.model.lora
+    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
 
 
 def pace_window(config: Config) -> int:

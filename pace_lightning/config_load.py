@@ -117,7 +117,9 @@ def _file_layers(file: Path) -> list[tuple[str, dict[Any, Any]]]:
     try:
         parent_values = _read(parent_file)
     except ConfigError as error:
-        raise ConfigError(f"{file}: extends: {error}") from error
+        raise ConfigError(
+            f"{file}: extends: {error} (a path is taken from the folder of this file)"
+        ) from error
     if "extends" in parent_values:
         raise ConfigError(
             f"{file}: extends {parent}, which itself extends {show(parent_values['extends'])}; "
@@ -193,6 +195,11 @@ def _assign_section(node: Any, schema: type, values: Any, *, path: str, origin: 
         where = f"{path}.{key}" if path else str(key)
         if key in TRUNCATING and path in ("rollout", "eval"):
             raise ConfigError(f"{origin}: {where} is not possible: {TRUNCATED}")
+        if key not in hints and not path and {"arms", "seeds"} & values.keys():
+            raise ConfigError(
+                f"{origin}: this is a comparison of experiments, not an experiment; run it with "
+                f"`python -m pace_lightning compare {origin}`"
+            )
         if key not in hints:
             raise ConfigError(f"{origin}: unknown key {where}: {_near_key(key, hints)}")
         if is_dataclass(hints[key]):

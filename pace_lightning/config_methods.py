@@ -5,17 +5,18 @@ Rules on combinations are those of docs/methods.md; each refusal says its rule i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from pace_lightning.config import Config, PaceConfig
+from pace_lightning.config import Config, Mode, PaceConfig
 from pace_lightning.config_load import nearest, show
 from pace_lightning.core.batch_advantages import opob_advantages
 from pace_lightning.core.corrections import METHODS
-from pace_lightning.core.draw_advantages import GROUP_BASELINES
+from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES, GROUP_BASELINES
 from pace_lightning.core.heads import HEADS, settings_of
 from pace_lightning.core.objective import Objective, Scored, objective_loss, prepare
 
@@ -28,8 +29,13 @@ PROXIMAL_SETTINGS: dict[str, dict[str, Any]] = {
     "loglinear": {},
     "linear": {},
     "ewma": {"stale_versions": 8.0, "reset_below": 0.9},
+    "interruption": {"batch_positions": 16384, "missing": "error", "offload": True},
+    "snapshot": {"max_versions": None, "missing": "error", "offload": True},
 }
 """Sources of the proximal policy and their settings, with defaults; `core.proximal_sources`."""
+
+MISSING = ("error", "behavior")
+"""What becomes of tokens for which such a source has nothing: the run ends, or prox = mu."""
 
 OPOB_SETTINGS: dict[str, Any] = {
     "norms": "proxy",
@@ -38,7 +44,29 @@ OPOB_SETTINGS: dict[str, Any] = {
 }
 """Settings of the advantage ``opob``, with defaults."""
 
+OTHER_NAMES = {
+    **dict.fromkeys(("ppo", "ppo_clip"), "PPO's clip is grpo, with two bounds dapo"),
+    **dict.fromkeys(
+        ("decoupled", "decoupled_ppo", "areal"),
+        "decoupled PPO is grpo with loss.proximal: recompute and a correction "
+        "(conf/methods/decoupled.yaml)",
+    ),
+    "a3po": "A-3PO is grpo with loss.proximal: loglinear (conf/methods/a3po.yaml)",
+    "ppo_ewma": "PPO-EWMA is dapo with loss.proximal: ewma (conf/methods/ppo_ewma.yaml)",
+    "vcpo": "VCPO is reinforce with loss.advantage: opob and optim.ess_scaling "
+    "(conf/methods/vcpo.yaml)",
+    "luspo": "LUSPO is gspo with loss.aggregation: seq-mean-token-sum (conf/methods/luspo.yaml)",
+    "dppo": "DPPO is dppo_tv or dppo_kl",
+    "sat": "SAT is sat_grpo, sat_dapo or sat_gspo",
+}
+"""What the field calls some methods, and which parts they are of."""
+
 GROUP_CORRECTIONS = tuple(name for name, method in METHODS.items() if method.takes("group_ids"))
+
+
+def proximal_settings(config: Config) -> dict[str, Any]:
+    """The settings of the source of the proximal policy, with defaults."""
+    return PROXIMAL_SETTINGS[config.loss.proximal] | dict(config.loss.proximal_settings)
 
 
 def head_settings(config: Config) -> dict[str, Any]:
@@ -119,10 +147,26 @@ def _name_problems(config: Config) -> Iterator[str]:
             yield f"{where}.name is {show(correction['name'])}; " + nearest(
                 correction["name"], METHODS
             )
-    for key, known in (("objective", HEADS), ("proximal", PROXIMAL_SETTINGS)):
-        value = getattr(config.loss, key)
-        if value not in known:
-            yield f"loss.{key} is {show(value)}; {nearest(value, known)}"
+    if (value := config.loss.objective) not in HEADS:
+        yield f"loss.objective is {show(value)}; {_where_it_is(value)}"
+    if (value := config.loss.proximal) not in PROXIMAL_SETTINGS:
+        yield f"loss.proximal is {show(value)}; {nearest(value, PROXIMAL_SETTINGS)}"
+
+
+def _where_it_is(name: str) -> str:
+    """What to write instead of a name that is no trust-region head."""
+    plain = name.lower().replace("-", "_").replace("+", "_plus")
+    if plain in HEADS:
+        return f"write {plain}"
+    if plain in OTHER_NAMES:
+        return OTHER_NAMES[plain]
+    if plain in METHODS:
+        return f"it is a correction: loss.corrections: [{{name: {plain}}}]"
+    if plain in DRAW_ADVANTAGES:
+        return f"it is an advantage: loss.advantage: {plain}"
+    if plain in PROXIMAL_SETTINGS:
+        return f"it is a proximal policy: loss.proximal: {plain}"
+    return nearest(name, HEADS)
 
 
 def _setting_problems(config: Config) -> Iterator[str]:
@@ -139,9 +183,9 @@ def _setting_problems(config: Config) -> Iterator[str]:
         elif key in loss.objective_settings:
             yield f"loss.{key} and loss.objective_settings.{key} are both set; remove one"
     yield from _settings("loss.objective_settings", loss.objective_settings, known)
-    yield from _settings(
-        "loss.proximal_settings", loss.proximal_settings, PROXIMAL_SETTINGS[loss.proximal]
-    )
+    known = PROXIMAL_SETTINGS[loss.proximal]
+    problems = list(_settings("loss.proximal_settings", loss.proximal_settings, known))
+    yield from problems or _proximal_problems(config)
     known = OPOB_SETTINGS if loss.advantage == "opob" else {}
     yield from _settings("loss.advantage_settings", loss.advantage_settings, known)
     norms = loss.advantage_settings.get("norms", "proxy")
@@ -150,6 +194,29 @@ def _setting_problems(config: Config) -> Iterator[str]:
     for index, (name, settings) in enumerate(corrections_of(config)):
         where = f"loss.corrections[{index}] ({name})"
         yield from _settings(where, settings, METHODS[name].settings())
+
+
+def _proximal_problems(config: Config) -> Iterator[str]:
+    """Values that the source of the proximal policy cannot have."""
+    name, where = config.loss.proximal, "loss.proximal_settings"
+    settings = proximal_settings(config)
+    if name == "ewma":
+        stale, reset = settings["stale_versions"], settings["reset_below"]
+        if stale is None or not 0 <= stale < math.inf or reset is None or not 0 <= reset <= 1:
+            yield (
+                f"{where}: stale_versions is {show(stale)} and reset_below {show(reset)}; needed a "
+                "number of versions, at least 0, and a share of the tokens, in [0, 1]"
+            )
+    if name == "snapshot":
+        limit = settings["max_versions"]
+        if limit is not None and (limit != int(limit) or limit < 1):
+            yield f"{where}: max_versions is {show(limit)}; needed null or a whole number above 0"
+    if name == "interruption":
+        positions = settings["batch_positions"]
+        if positions is None or positions != int(positions) or positions < 1:
+            yield f"{where}: batch_positions is {show(positions)}; needed a whole number above 0"
+    if (missing := settings.get("missing", "error")) not in MISSING:
+        yield f"{where}: missing is {show(missing)}; choose from: {_listed(MISSING)}"
 
 
 def _settings(where: str, given: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[str]:
@@ -214,6 +281,19 @@ def _rule_problems(config: Config) -> Iterator[str]:
         yield (
             f"loss.proximal is {loss.proximal}, but loss.objective {loss.objective} measures the "
             "distance from the behavior policy itself; set loss.proximal: none"
+        )
+    exact = loss.proximal in ("snapshot", "interruption")
+    if exact and config.mode == Mode.SYNC and not config.sync.lag_versions:
+        yield (
+            f"loss.proximal is {loss.proximal}, but in mode sync the weights that sampled a token "
+            "are those of the step; set loss.proximal: recompute, which needs no copies, or "
+            "sync.lag_versions"
+        )
+    if loss.proximal == "interruption" and config.engine.kind == "vllm":
+        yield (
+            "loss.proximal is interruption, which scores all that was sampled while no token "
+            "flows, but tokens of vLLM (engine.kind) may still be on their way then; set "
+            "loss.proximal: snapshot, or engine.kind: local"
         )
     if config.rollout.group_size == 1:
         whole = [name for name in names if name in GROUP_CORRECTIONS]

@@ -91,10 +91,21 @@ def rank_problems(config: Config) -> Iterator[str]:
             f"trainer.offload is parameters, but trainer.strategy {trainer.strategy} does not "
             "partition them; use deepspeed_stage_3, or offload: optimizer"
         )
-    if is_sharded(config) and loss.proximal == "ewma":
+    if is_sharded(config) and loss.proximal in ("ewma", "snapshot", "interruption"):
         yield (
-            f"loss.proximal is ewma, an average of whole weights, but trainer.strategy "
-            f"{trainer.strategy} gives each rank a part of them; use ddp or deepspeed_stage_2"
+            f"loss.proximal is {loss.proximal}, which keeps copies of whole weights, but "
+            f"trainer.strategy {trainer.strategy} gives each rank a part of them; use ddp or "
+            "deepspeed_stage_2"
+        )
+    elif ranks > 1 and loss.proximal == "interruption":
+        yield (
+            f"loss.proximal is interruption, whose scores are with rank 0, but there are {ranks} "
+            "ranks that train; use snapshot or recompute"
+        )
+    if is_sharded(config) and config.model.lora.rank:
+        yield (
+            f"model.lora.rank is {config.model.lora.rank}, but trainer.strategy {trainer.strategy} "
+            "partitions weights, most of which are frozen then; use ddp or deepspeed_stage_2"
         )
     if trainer.strategy in ("fsdp", *DEEPSPEED) and loss.advantage_settings.get("norms") == "exact":
         yield (

@@ -39,9 +39,11 @@ def train(config: Config, emit: Emit) -> int:
     if ranks_of(config).rank:
         return _follow(config, run_dir, checkpoint=None)
     if (run_dir / "config.yaml").exists():
+        resumable = any((run_dir / "checkpoints").glob("version-*"))
+        resume_it = f"resume it (`python -m pace_lightning resume {run_dir}`) or "
         raise ConfigError(
-            f"run_dir {run_dir} already holds a run; resume it (`python -m pace_lightning resume "
-            f"{run_dir}`) or choose another run_dir"
+            f"run_dir {run_dir} already holds a run; {resume_it if resumable else ''}choose "
+            "another run_dir"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -133,6 +135,7 @@ def _plotted_evaluation(run_dir: Path, version: PolicyVersion) -> dict[str, floa
     """What TensorBoard shows of the evaluation of a version; empty if there was none."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
     size = {"scalars": 0, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     events = EventAccumulator(str(run_dir / "tensorboard"), size).Reload()
     return {
@@ -215,7 +218,8 @@ def _fit(
         raise
     finally:
         if experiment is not None:
-            experiment.datamodule.close()
+            with experiment.time_ledger.span("close"):
+                experiment.datamodule.close()
             summary |= _account(experiment, after)
         _write_summary(run_dir, summary)
         watch.close()

@@ -14,7 +14,6 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from pace_lightning.build import Experiment, build
 from pace_lightning.config import Config
 from pace_lightning.config_checks import check
 from pace_lightning.config_load import load
-from pace_lightning.rollout.engine import Completion
+from pace_lightning.rollout.engine import PartialResponse
 
 ROOT = Path(__file__).parents[1]
 SMOKE = "conf/smoke.yaml"
@@ -179,15 +178,17 @@ def judge(text: str) -> float:
 class DeterministicEngine(ScriptedEngine):
     """Follows a script, and answers with `respond`."""
 
-    def _complete(self, request: Request, *, spoiled: bool) -> list[Completion]:
-        """Responses of the weights that were published last."""
-        completions = super()._complete(request, spoiled=spoiled)
+    def _sample(self, request: Request, responses: list[tuple[int, PartialResponse]]) -> None:
+        """Whole responses of the weights that were published last, at the end only."""
+
+    def _complete(self, request: Request, responses: list[tuple[int, PartialResponse]]) -> None:
         version, weights = self.weights[-1]
-        responses = respond(weights, request.prompt, request.n)
-        return [
-            replace(c, token_ids=tokens, logprobs=logprobs, versions=(version,) * len(tokens))
-            for c, (tokens, logprobs) in zip(completions, responses, strict=True)
-        ]
+        answers = respond(weights, request.prompt, len(request.responses))
+        for number, response in responses:
+            tokens, logprobs = answers[number]
+            response.token_ids, response.logprobs = [*tokens], [*logprobs]
+            response.versions = [version] * len(tokens)
+        super()._complete(request, responses)
 
 
 def alternate(texts: Sequence[str]) -> list[float]:

@@ -140,7 +140,8 @@ class Recorder(pl.Callback):
 
 
 def gradients_of(policy):
-    return torch.cat([p.grad.detach().double().flatten() for p in policy.parameters()])
+    trained = [p.grad for p in policy.parameters() if p.requires_grad]
+    return torch.cat([gradient.detach().double().flatten() for gradient in trained])
 
 
 def fit(module, batches, *, micro_batches=1, precision="32-true", callbacks=()):

@@ -18,6 +18,7 @@ from pace_lightning.config_checks import check
 from pace_lightning.config_load import load
 from pace_lightning.core.batch import collate
 from pace_lightning.training.gather import gather_weights, is_partitioned
+from pace_lightning.training.gradients import deepspeed_engine
 from pace_lightning.training.stream import ReceivingStream, deal
 from pace_lightning.training.timing import TimeLedger
 
@@ -114,7 +115,7 @@ class Recorder(pl.Callback):
 
 def whole_gradients(module):
     """Of all ranks together, in one vector; called on all of them."""
-    if module._engine is not None:
+    if deepspeed_engine(module.trainer) is not None:
         from deepspeed.utils import safe_get_full_grad
 
         found = [safe_get_full_grad(p) for p in module.policy.parameters()]

@@ -87,6 +87,15 @@ class Rig:
             self.settle(group.prompt.uid, Fate.TRAINED, group.num_tokens)
         return groups
 
+    def end(self):
+        """What the data module does when training is over."""
+        self.worker.stop_training()
+        for group in self.pool.drain():
+            self.settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
+        tokens = {rollout.uid: rollout.num_tokens for rollout in self.worker.rollouts.present()}
+        for uid in self.ledger.pending:
+            self.settle(uid, Fate.UNUSED, tokens[uid])
+
     def let_run(self):
         """Let the rollout loop do whatever it can do without outside help."""
 

@@ -17,7 +17,14 @@ from contextlib import asynccontextmanager
 from torch import Tensor
 
 from pace_lightning.core.trajectory import EndOfData, Prompt, Trajectory, TrajectoryGroup
-from pace_lightning.rollout.engine import Completion, EngineError, Sampling, WrongWeightsError
+from pace_lightning.rollout.engine import (
+    Completion,
+    EngineError,
+    PartialResponse,
+    Sampling,
+    WrongWeightsError,
+    fill,
+)
 
 DEADLINE_SECONDS = 10.0
 TOKENS_PER_VERSION = 2
@@ -136,12 +143,21 @@ class Request:
     """One call of `ScriptedEngine.generate`."""
 
     def __init__(
-        self, number: int, prompt: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        number: int,
+        prompt: Sequence[int],
+        responses: list[PartialResponse],
+        sampling: Sampling,
+        version: int,
     ) -> None:
         self.number = number
         """1 for the first call."""
         self.prompt = tuple(prompt)
-        self.n = n
+        self.responses = responses
+        self.continued = [len(response.token_ids) for response in responses]
+        """Tokens that were there before."""
+        self.n = len(self.unfinished)
+        """Responses asked for."""
         self.sampling = sampling
         self.versions = [version]
         """Versions it has lived through."""
@@ -149,6 +165,11 @@ class Request:
         """Whether it was submitted while the engine was paused."""
         self.cancelled = False
         self._end: Future[str | BaseException] = Future()
+
+    @property
+    def unfinished(self) -> list[tuple[int, PartialResponse]]:
+        """What is still generated, each with its number."""
+        return [(i, r) for i, r in enumerate(self.responses) if not r.is_finished]
 
     def finish(self, how: str | BaseException = FINISH) -> None:
         """End a held request: with its responses, with NaN, or with an exception. Any thread."""
@@ -275,14 +296,17 @@ class ScriptedEngine:
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """Submit a request and wait for the end that the script gives it."""
         assert self._running is not None
         if self._dead.done():
             raise self._dead.result()
         self._check_alive()
-        request = Request(len(self.requests) + 1, prompt, n, sampling, self._version)
+        responses = fill(responses, n)
+        if all(response.is_finished for response in responses):
+            return [response.completion() for response in responses]
+        request = Request(len(self.requests) + 1, prompt, responses, sampling, self._version)
         request.while_paused = self.left_paused
         self.requests.append(request)
         self.live.append(request)
@@ -297,37 +321,32 @@ class ScriptedEngine:
                 raise how
             await self._running.wait()  # no token flows while paused
             self._check_alive()  # nor one of weights that are known to be wrong
-            return self._complete(request, spoiled=how == NAN)
+            self._complete(request, request.unfinished)
+            if how == NAN:
+                responses[-1].logprobs[-1] = float("nan")
+            return [response.completion() for response in responses]
         except BaseException as error:
             request.cancelled = isinstance(error, asyncio.CancelledError)
-            if how == STRAGGLE and finished is not None:
-                finished += self._complete(request, spoiled=False)[:-1]
+            if how == STRAGGLE:
+                self._complete(request, request.unfinished[:-1])
             raise
         finally:
             self.live.remove(request)
             self.notify()
 
-    def _complete(self, request: Request, *, spoiled: bool) -> list[Completion]:
-        completions = []
-        for sample in range(request.n):
-            tokens = [
-                (token, version)
-                for version in request.versions
-                for token in scripted_tokens(request.prompt, version, sample)
-            ]
-            logprobs = [scripted_logprob(token) for token, _ in tokens]
-            if spoiled and sample == request.n - 1:
-                logprobs[-1] = float("nan")
-            completions.append(
-                Completion(
-                    token_ids=tuple(token for token, _ in tokens),
-                    logprobs=tuple(logprobs),
-                    versions=tuple(version for _, version in tokens),
-                    completed_at=self._clock(),
-                    truncated=False,
-                )
-            )
-        return completions
+    def _complete(self, request: Request, responses: list[tuple[int, PartialResponse]]) -> None:
+        """Give these responses their last tokens."""
+        self._sample(request, responses)
+        for _, response in responses:
+            response.completed_at = self._clock()
+
+    def _sample(self, request: Request, responses: list[tuple[int, PartialResponse]]) -> None:
+        """Give these responses the tokens of the present version."""
+        for sample, response in responses:
+            tokens = scripted_tokens(request.prompt, self._version, sample)
+            response.token_ids += tokens
+            response.logprobs += map(scripted_logprob, tokens)
+            response.versions += [self._version] * len(tokens)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -358,9 +377,12 @@ class ScriptedEngine:
         held = self.weights[-1][1] if self.weights else {}
         kept = {name: held[name] for name in self.lost & held.keys()}
         self.weights.append((version, self._sent | kept))
-        self._version = version
         for request in self.live:
+            longest = max(len(response.token_ids) for response in request.responses)
+            if longest + 2 * TOKENS_PER_VERSION <= request.sampling.max_new_tokens:
+                self._sample(request, request.unfinished)
             request.versions.append(version)
+        self._version = version
         self.notify()
 
     async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -25,8 +25,14 @@ from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.pace import Pace, RejectionBudget
 from pace_lightning.core.pool import DrawTimeoutError
 from pace_lightning.core.staleness import mean_staleness
-from pace_lightning.core.trajectory import EndOfData, Fate, Prompt, TrajectoryGroup
-from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.core.trajectory import EndOfData, Fate, Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.rollout.engine import (
+    Completion,
+    EngineError,
+    PartialResponse,
+    RequestError,
+    Sampling,
+)
 from pace_lightning.rollout.groups import (
     NothingToLearnError,
     RolloutTimeoutError,
@@ -133,10 +139,26 @@ class Books:
     version: int = 0
     num_trained: int = 0
     """Groups; in the middle of a step fewer than the version says."""
+    ready: dict[str, TrajectoryGroup] = field(default_factory=dict)
+    """Those that the checkpoint holds; none of them may be generated again."""
+    begun: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """What the checkpoint holds of the responses of groups in flight; see `tokens_of`."""
 
     def restored(self) -> Books:
         """The books of a process that begins with this copy."""
-        return Books({}, {*self.out, *self.lost}, dict(self.fates), self.version, self.num_trained)
+        lost = {*self.out, *self.lost}
+        begun = {**self.begun}
+        return Books({}, lost, {**self.fates}, self.version, self.num_trained, self.ready, begun)
+
+
+def tokens_of(response: PartialResponse | Trajectory) -> tuple[Any, ...]:
+    """Token ids, versions and log-probs of a response, and when it ended."""
+    if isinstance(response, PartialResponse):
+        ids, versions, logprobs = response.token_ids, response.versions, response.logprobs
+    else:
+        ids, versions = response.token_ids, response.token_versions  # type: ignore[assignment]
+        logprobs = response.behavior_logprobs  # type: ignore[assignment]
+    return [*ids], [*versions], [*logprobs], response.completed_at
 
 
 class Observer:
@@ -149,6 +171,10 @@ class Observer:
         self.trace = trace
         self.at_checkpoint = copy.deepcopy(books)
         self.pool: Any = None
+        self.rollouts: Any = None
+        self.num_continued = 0
+        """Groups that were put with tokens from before the checkpoint."""
+        self.is_loading = False
         self.ready: set[str] = set()
         """Put into the pool and not settled, those drawn included."""
         self.drawn: set[str] = set()
@@ -178,7 +204,48 @@ class Observer:
         self.require(uid in books.lost or not books.lost, f"{uid} goes before those to be repeated")
         books.lost.discard(uid)
         books.out[uid] = None
-        self.require(self.capacity() >= 0, f"{-self.capacity()} groups too many are dispatched")
+        if not self.is_loading:
+            free = self.capacity()
+            self.require(free >= 0, f"{-free} groups too many are dispatched")
+
+    def saved(self) -> None:
+        """The state is taken: what exists of the groups goes into the books beside it."""
+        copy_of = self.at_checkpoint = copy.deepcopy(self.books)
+        copy_of.ready = {group.prompt.uid: group for group in self.pool._ready}
+        copy_of.begun = {
+            rollout.uid: [copy.deepcopy(tokens_of(r)) for r in rollout.responses]
+            for rollout in self.rollouts.unended()
+        }
+        held = [*copy_of.ready, *copy_of.begun]
+        out = {*self.books.out}
+        self.require(len(held) == len({*held}) and {*held} == out, f"holds {held}, out are {out}")
+
+    def loaded_state(self) -> None:
+        """The state is back: every prompt is where it was, with the tokens it had."""
+        books = self.books
+        self.require(not books.lost, f"{books.lost} are lost")
+        ready = {group.prompt.uid: group for group in self.pool._ready}
+        self.require([*ready.items()] == [*books.ready.items()], f"ready are {[*ready]}")
+        begun = {
+            rollout.uid: [tokens_of(r) for r in rollout.responses]
+            for rollout in self.rollouts.unended()
+        }
+        self.require(begun == books.begun, f"begun are {begun}, they were {books.begun}")
+        self.ready = {*ready}
+        self.num_tokens = sum(group.num_tokens for group in ready.values())
+        self.is_loading = False
+
+    def continued(self, group: TrajectoryGroup) -> None:
+        """What a group had at the checkpoint is what it begins with, to the last bit."""
+        before = self.books.begun.pop(group.prompt.uid, [])
+        for trajectory, (*parts, ended) in zip(group.trajectories, before, strict=False):
+            *whole, end = tokens_of(trajectory)
+            for have, had in zip(whole, parts, strict=True):
+                self.require(have[: len(had)] == had, f"{have} does not begin with {had}")
+            if ended is not None:
+                same = len(whole[0]) == len(parts[0]) and end == ended
+                self.require(same, "a response that had ended went on")
+        self.num_continued += any(parts[0] for *parts, _ in before)
 
     def capacity(self) -> int:
         """Groups that may still be dispatched, from the books alone."""
@@ -198,6 +265,8 @@ class Observer:
         if what not in (WAIT_FOR_POOL, BUSY) or self.data_ended or self.pool._error is not None:
             return
         in_flight = len(self.books.out) - len(self.ready)
+        waiting = [rollout.uid for rollout in self.rollouts.interrupted]
+        self.require(not waiting, f"{waiting} do not go on during {what}")
         if not (self.scenario.in_rounds and in_flight):
             free = self.capacity()
             self.require(free <= 0, f"{free} slots stay empty during {what}")
@@ -222,6 +291,8 @@ class Observer:
         self.note(f"put {uid}")
         self.require(uid in self.books.out, f"{uid} is put but is not out")
         self.require(uid not in self.ready, f"{uid} is put twice")
+        self.require(uid not in self.books.ready, f"{uid} was ready at the checkpoint")
+        self.continued(group)
         self.ready.add(uid)
 
     def draw(self, version: int, groups: Sequence[TrajectoryGroup]) -> None:
@@ -231,6 +302,9 @@ class Observer:
         self.require(len({*uids}) == self.scenario.groups_per_step, f"drew {uids}")
         self.require({*uids} <= self.ready, f"drew {uids}, not all of which are ready")
         self.drawn = {*uids}
+        for group in groups:
+            restored = self.books.ready.get(group.prompt.uid, group)
+            self.require(group == restored, f"{group} was {restored} at the checkpoint")
         self.conserved()
         for t in (t for group in groups for t in group.trajectories):
             lag = version - sum(t.token_versions) / len(t.token_versions)
@@ -272,9 +346,11 @@ class Observer:
         self.require(bool(self.published) or version == self.books.version, f"first is {version}")
         self.published.append(version)
 
-    def completed(self, version: int, completions: Sequence[Completion]) -> None:
+    def completed(self, completions: Sequence[Completion], new: Sequence[int]) -> None:
+        """Responses were returned; ``new`` are the versions at which the last of them ended."""
         self.num_tokens += sum(len(c.token_ids) for c in completions)
-        self.require(self.confirmed <= version <= self.told, f"clock: {version}, {self.told}")
+        for version in new:
+            self.require(self.confirmed <= version <= self.told, f"clock: {version}, {self.told}")
 
 
 class Prompts(PromptStream):
@@ -296,7 +372,7 @@ class Prompts(PromptStream):
     def state_dict(self) -> dict[str, Any]:
         """Also a copy of the observer's books, of the same moment."""
         state, books = super().state_dict(), self._observer.books
-        self._observer.at_checkpoint = copy.deepcopy(books)
+        self._observer.saved()
         outstanding = {*state["outstanding"]}
         expected = {*books.out, *books.lost}
         self._observer.require(outstanding == expected, f"saved {outstanding}, out are {expected}")
@@ -317,10 +393,16 @@ class Engine(ScriptedEngine):
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         rng, scenario, number = self._rng, self._observer.scenario, len(self.requests) + 1
         training = sampling == TRAINING
+        if responses and all(response.is_finished for response in responses):
+            completions = await super().generate(
+                prompt, n=n, sampling=sampling, responses=responses
+            )
+            self._observer.completed(completions, [])
+            return completions
         how: str | BaseException = "finish"
         if rng.random() < scenario.request_fault:
             how = rng.choice([RequestError("scripted"), NAN, NEVER, "short"])
@@ -338,12 +420,12 @@ class Engine(ScriptedEngine):
             seconds = rng.choice([0.0, 0.5, rng.random(), 3 * rng.random(), 11 * rng.random()])
             end = "finish" if how == "short" else how
             asyncio.get_running_loop().call_later(seconds, self._finish, number, end)
-        completions = await super().generate(prompt, n=n, sampling=sampling, finished=finished)
+        completions = await super().generate(prompt, n=n, sampling=sampling, responses=responses)
         request = self.requests[number - 1]
         if how == "short":  # refused as a whole: its tokens end with no group
             return completions[: n - 1]
         if training:
-            self._observer.completed(completions[0].completed_at, completions)
+            self._observer.completed(completions, [max(c.completed_at for c in completions)])
         else:
             self._observer.require(len(request.versions) == 1, "evaluation saw two policies")
         return completions
@@ -355,6 +437,9 @@ class Engine(ScriptedEngine):
         await asyncio.sleep(self._rng.choice([0.0, 0.1, self._rng.random()]))
         if self._rng.random() < self._observer.scenario.fatal / 2:
             raise EngineError("scripted refusal")
+        for request in self.live:
+            if len(request.unfinished) > 1 and request.sampling == TRAINING:
+                self._complete(request, request.unfinished[: self._rng.choice([0, 0, 1])])
         await super().load_weights(weights, version=version)
         self._observer.loaded(version)
 
@@ -441,7 +526,9 @@ class Process:
         self.data.trainer = self.trainer
         self._watch()
         if checkpoint is not None:
+            observer.is_loading = True
             self.data.load_state_dict(copy.deepcopy(checkpoint[0]))
+            observer.loaded_state()
         self.num_tokens_before = sum(self.data.ledger.tokens().values())
         self.sync = Sync(self)
 
@@ -567,7 +654,7 @@ class Process:
     def _watch(self) -> None:
         """Stand between pool, ledger and those who call them."""
         pool, ledger, observer = self.data.pool, self.data.ledger, self.observer
-        observer.pool = pool
+        observer.pool, observer.rollouts = pool, self.data.worker.rollouts
         self.world.at_rest = observer.at_rest
         put, settle = pool.put, ledger.settle
 
@@ -587,6 +674,31 @@ class Process:
         self.observer.draw(version, groups)
 
 
+def run_process(
+    rng: random.Random,
+    scenario: Scenario,
+    checkpoint: tuple[dict[str, Any], Books] | None,
+    trace: list[str],
+    *,
+    kill_after_steps: int | None,
+) -> tuple[str, Process | None]:
+    """One process of a run: how it ended, and what it left."""
+    world = World(rng, kill_after_steps=kill_after_steps)
+    with simulated(world):
+        process = None
+        try:
+            process = Process(world, scenario, rng, checkpoint, trace)
+            ending = process.run()
+        except Killed:
+            ending = "killed"
+        if world.violation is not None:
+            raise world.violation
+    if process and process.observer.num_continued:
+        trace.append(f"          {process.observer.num_continued} groups were continued")
+    trace.append(f"          {ending}")
+    return ending, process
+
+
 def simulate(seed: int, trace: list[str] | None = None) -> list[str]:
     """Run the schedule of this seed; how its processes ended.
 
@@ -601,18 +713,33 @@ def simulate(seed: int, trace: list[str] | None = None) -> list[str]:
     endings: list[str] = []
     while len(endings) < 3:
         last = len(endings) == 2 or rng.random() < 0.4
-        world = World(rng, kill_after_steps=None if last else int(600 * rng.random() ** 2))
-        with simulated(world):
-            process = None
-            try:
-                process = Process(world, scenario, rng, checkpoint, trace)
-                endings.append(process.run())
-            except Killed:
-                endings.append("killed")
-            if world.violation is not None:
-                raise world.violation
-        trace.append(f"          {endings[-1]}")
+        kill = None if last else int(600 * rng.random() ** 2)
+        ending, process = run_process(rng, scenario, checkpoint, trace, kill_after_steps=kill)
+        endings.append(ending)
         checkpoint = process.checkpoint if process else checkpoint
-        if endings[-1] in ("finished", "data ended") or (last and rng.random() < 0.5):
+        if ending in ("finished", "data ended") or (last and rng.random() < 0.5):
             break
     return endings
+
+
+def trained_prompts(
+    seed: int, scenario: Scenario, kills: Sequence[int], trace: list[str]
+) -> Counter[str]:
+    """How often each prompt is trained on in a run that is killed so often, then ends by itself.
+
+    Args:
+        seed: of what happens beside the kills.
+        scenario: what runs.
+        kills: after so many callbacks of each process.
+        trace: gets the story.
+    """
+    rng = random.Random(seed)
+    checkpoint: tuple[dict[str, Any], Books] | None = None
+    for kill in (*kills, None):
+        ending, process = run_process(rng, scenario, checkpoint, trace, kill_after_steps=kill)
+        checkpoint = process.checkpoint if process else checkpoint
+        if ending != "killed":
+            break
+    assert process is not None
+    fates = process.observer.books.fates
+    return Counter(uid for uid, fate in fates.items() if fate is Fate.TRAINED)

@@ -29,7 +29,7 @@ READERS = {"compare/grid.py", "compare/report.py", "compare/runs.py"}
 CONFIG = {file.name for file in PACKAGE.glob("config*.py")}
 
 OURS = "pace_lightning"
-HEAVY = ("datasets", "deepspeed", "math_verify", "reasoning_gym", "vllm")
+HEAVY = ("datasets", "deepspeed", "math_verify", "peft", "reasoning_gym", "vllm")
 """Imported inside functions only."""
 
 FORBIDDEN = {

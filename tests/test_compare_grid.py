@@ -167,6 +167,7 @@ def arms(text: str) -> str:
         ("a: [", "line 2: not valid YAML"),
         ("- a", "expected 'key: value' lines"),
         ("", r"mandatory, but not set: name \(text"),
+        ("extends: a.yaml\nname: b", "this is an experiment, not a comparison of experiments"),
         (GOOD + "seed: [1]", "unknown key 'seed': did you mean 'seeds'?"),
         (GOOD.replace("title: Two arms", ""), r"not set: title \(text, one line"),
         (GOOD.replace("[3, 1]", "[3]"), r"seeds is \[3\], expected a list of at least two diff"),

@@ -77,6 +77,7 @@ def test_a_number_in_scientific_notation_without_a_point_is_a_float(folder):
     ("extra", "message"),
     [
         ("trainer: {stepps: 3}", "run.yaml: unknown key trainer.stepps: did you mean 'steps'?"),
+        ("arms: {a: {conf: b.yaml}}", "run.yaml: this is a comparison of experiments, not an"),
         ("trainr: {steps: 3}", "unknown key trainr: did you mean 'trainer'?"),
         ("learning_rate: 3", "unknown key learning_rate: did you mean 'optim.learning_rate'?"),
         ("loss: {eta: 3}", "unknown key loss.eta: did you mean 'rollout.eta'?"),
@@ -343,6 +344,26 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["pace.gamma=2"], "pace.gamma is 2.0, but admission.policy is all, which ignores it"),
         (["model.warm_start.steps=5"], "model.warm_start.path is not"),
         (["model.warm_start.steps=-1"], "it must be at least 0 (0 is no warm start)"),
+        (["model.lora.rank=-1"], "it must be at least 0 (0 is no adapters)"),
+        (["model.lora.alpha=16"], "but model.lora.rank is 0, which means no adapters"),
+        (["model.lora.target_modules=[q_proj]"], "but model.lora.rank is 0"),
+        (
+            ["model.lora.rank=4", "model.lora.alpha=0"],
+            "model.lora.alpha is 0.0; it must be above 0",
+        ),
+        (
+            ["model.lora.rank=4", "model.lora.target_modules=[q_proj,q_proj]"],
+            "name each layer once",
+        ),
+        (
+            [
+                "mode=sync",
+                "sync.lag_versions=2",
+                "model.lora.rank=4",
+                "loss.proximal=snapshot",
+            ],
+            "loss.proximal snapshot copies adapters as they are published",
+        ),
         (["trainer.min_step_seconds=-1"], "trainer.min_step_seconds is -1"),
         # lag
         (["admission.policy=max_lag"], "admission.policy is max_lag, but admission.max_lag is not"),
@@ -376,6 +397,7 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         ),
         (["admission.policy=pace", "mode=sync"], "in mode sync nothing waits in the pool"),
         (["admission.policy=pace", "pace.window=32"], "smaller than pace.window_minimum 64"),
+        (["admission.policy=pace", "pace.gamma=.inf"], "pace.gamma is inf; it must be finite"),
         (["admission.policy=pace", "pace.gamma=-1"], "pace.gamma is -1.0; it must be at least 0"),
         (["admission.policy=pace", "model.attention=eager"], "cannot re-score prefixes"),
         (["data.system_prompt=x", "data.chat_template=false"], "nobody would see it"),

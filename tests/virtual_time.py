@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 from pace_lightning.core import ledger, pool
-from pace_lightning.rollout import loop_thread, worker
+from pace_lightning.rollout import loop_thread, rollouts, worker
 from pace_lightning.tasks import prompts
 from pace_lightning.training import datamodule
 
@@ -320,6 +320,7 @@ def simulated(world: World) -> Iterator[None]:
             (loop_thread, "wait_for_futures", wait),
             (loop_thread, "time", clock),
             (worker, "time", clock),
+            (rollouts, "time", clock),
             (pool, "time", clock),
         ):
             stack.enter_context(mock.patch.object(module, name, replacement))

@@ -222,6 +222,11 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file}: expected 'key: value' lines with {', '.join(required)}; a comparison names "
             "experiments, see conf/compare/"
         )
+    if "arms" not in raw and {"extends", "model", "trainer"} & raw.keys():
+        raise ConfigError(
+            f"{file}: this is an experiment, not a comparison of experiments; run it with "
+            f"`python -m pace_lightning train {file}`, or name it as an arm of a comparison"
+        )
     known = [*required, *OPTIONAL]
     for key in raw:
         if key not in known:

@@ -58,7 +58,8 @@ def write_report(comparison: Comparison, outcomes: Outcomes, target: Path) -> li
         target: the directory; an earlier report in it is replaced.
     """
     target.mkdir(parents=True, exist_ok=True)
-    rows = measure(comparison, outcomes)
+    measured = measure(comparison, outcomes)
+    rows = [row for row in measured if any(map(row.spread, comparison.arms))] or measured
     tables = [_means(comparison, rows, outcomes), _differences(comparison, rows, outcomes)]
     notes = _notes(comparison, outcomes)
     facts = _facts(comparison, outcomes)
@@ -237,7 +238,7 @@ def _notes(comparison: Comparison, outcomes: Outcomes) -> list[str]:
             each = ", ".join(f"{arm} {value}" for arm, value in values.items())
             notes.append(f"{path} = {each}")
     if "best_pass_rate" in comparison.columns:
-        notes.append("the best of many evaluations is better than it is, by their noise")
+        notes.append("'best' is the highest of several noisy evaluations, and so too high")
     for (arm, seed), outcome in outcomes.items():
         if outcome.series is None:
             notes.append(f"MISSING: {arm}, seed {seed}: {outcome.status}: {outcome.message}")

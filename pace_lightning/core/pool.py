@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
 from pace_lightning.core.admission import AdmissionPolicy, Selection
+from pace_lightning.core.saved_groups import group_state
 from pace_lightning.core.staleness import (
     StalenessDecomposition,
     group_staleness,
@@ -175,6 +176,11 @@ class TrajectoryPool:
             self._accepted += 1
             self._changed.notify_all()
 
+    def ready(self) -> list[TrajectoryGroup]:
+        """The ready groups, oldest first."""
+        with self._changed:
+            return list(self._ready)
+
     def discount(self, num_groups: int) -> None:
         """Drawn groups were dropped without a step: others may take their place.
 
@@ -288,24 +294,28 @@ class TrajectoryPool:
             return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The admission policy's memory.
-
-        Ready groups are not part of it: their prompts are leased again.
-        """
+        """The ready groups, and the admission policy's memory."""
         with self._changed:
-            return {"policy_state": self._policy.state_to_primitives(self._policy_state)}
+            return {
+                "policy_state": self._policy.state_to_primitives(self._policy_state),
+                "groups": [group_state(group) for group in self._ready],
+            }
 
-    def load_state_dict(self, state: dict[str, Any], *, accepted: int) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], groups: Iterable[TrajectoryGroup], *, drawn: int
+    ) -> None:
         """Go on from a checkpoint.
 
         Args:
             state: from `state_dict`.
-            accepted: groups that count as accepted so far, i.e. version x groups per step; without
-                it a dispatch rule that bounds the lead would let a burst through.
+            groups: that are ready, oldest first.
+            drawn: groups drawn so far, i.e. version x groups per step; without it a dispatch rule
+                that bounds the lead would let a burst through.
         """
         with self._changed:
             self._policy_state = self._policy.state_from_primitives(state["policy_state"])
-            self._accepted = accepted
+            self._ready = deque(groups)
+            self._accepted = drawn + len(self._ready)
 
     # Everything below runs under the lock.
 

@@ -6,7 +6,7 @@ All types are immutable: a trajectory is made once, by the rollout thread, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -88,6 +88,8 @@ class Trajectory:
     """Drift of its prefix, in nats per token; None if no prefix was re-scored."""
     mean_version: float = field(init=False, repr=False, compare=False)
     """Mean of ``token_versions``: kept, so that a draw costs nothing per token."""
+    oldest_version: PolicyVersion = field(init=False, repr=False, compare=False)
+    """Smallest of ``token_versions``, kept likewise."""
 
     def __post_init__(self) -> None:
         """Refuse a trajectory whose parts do not fit together."""
@@ -117,6 +119,17 @@ class Trajectory:
                 "None if no prefix was re-scored"
             )
         object.__setattr__(self, "mean_version", sum(self.token_versions) / lengths[0])
+        object.__setattr__(self, "oldest_version", min(self.token_versions))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One response as far as it has come, finished or not, with its prompt."""
+
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+    versions: Sequence[PolicyVersion]
+    """``v_t`` of each token of the response; they never fall."""
 
 
 @dataclass(frozen=True, slots=True)

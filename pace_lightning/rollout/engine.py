@@ -6,9 +6,10 @@ may run its own threads or processes behind it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -55,6 +56,73 @@ class Completion:
     """True if the token limit ended it."""
     rescores: tuple[PrefixRescore, ...] = ()
     """One for each publication at which the unfinished response was re-scored, oldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class PartialResponse:
+    """One response as far as it has come.
+
+    The engine writes it, whoever asked owns it: it outlives a request, an engine and, in a
+    checkpoint, the process. The three lists have one entry per token that is there, and the last
+    token arrives together with ``completed_at``.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """See `Completion`."""
+    versions: list[PolicyVersion] = field(default_factory=list)
+    rescores: list[PrefixRescore] = field(default_factory=list)
+    unscored: bool = False
+    """Whether its tokens have yet to be re-scored under the weights that were loaded last: the
+    prefill of the next request that goes on with it does it."""
+    completed_at: PolicyVersion | None = None
+    """None while it is unfinished."""
+    truncated: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its last token is there."""
+        return self.completed_at is not None
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep only so many tokens, the oldest ones."""
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
+
+    def completion(self) -> Completion:
+        """The finished response."""
+        assert self.completed_at is not None
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            completed_at=self.completed_at,
+            truncated=self.truncated,
+            rescores=tuple(self.rescores),
+        )
+
+
+def fill(responses: list[PartialResponse] | None, n: int) -> list[PartialResponse]:
+    """The caller's responses, with new ones appended to the list until there are ``n``."""
+    responses = [] if responses is None else responses
+    responses += [PartialResponse() for _ in range(n - len(responses))]
+    return responses
+
+
+def life_seed(seed: int, *, resumed_version: PolicyVersion = 0, restarts: int = 0) -> int:
+    """The seed of one life of an engine: what goes on must not meet the random numbers again.
+
+    Args:
+        seed: of the run; a run that neither was resumed nor lost its engine has this one.
+        resumed_version: of the checkpoint that the process began with.
+        restarts: of the engine in this process.
+
+    Returns:
+        An integer in ``[0, 2**31)``, or ``seed`` itself.
+    """
+    if not (resumed_version or restarts):
+        return seed
+    digest = hashlib.sha256(f"{seed}:{resumed_version}:{restarts}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def check_room(prompt: Sequence[int], sampling: Sampling, max_sequence_tokens: int) -> None:
@@ -108,16 +176,18 @@ class RolloutEngine(Protocol):
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """Sample ``n`` responses to one prompt. Cancelling the call frees the engine of the work.
 
         Args:
             prompt: token ids.
             n: how many.
-            sampling: how.
-            finished: the responses that were finished are added to it if the call is cancelled or
-                fails; if it returns, nothing is.
+            sampling: how; ``max_new_tokens`` counts the tokens that are there already.
+            responses: the caller's, at most ``n``; `fill` adds those that are missing. Finished
+                ones are returned as they are; the others go on from their tokens, prefilled under
+                the present weights. Each token is written into them as it arrives, and stays
+                there if the call is cancelled or fails. None: nobody wants to know.
 
         Raises:
             RequestError: if this request failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,42 @@ class ScoringFailedError(Exception):
     def __init__(self, message: str, fate: Fate) -> None:
         super().__init__(message)
         self.fate = fate
+
+
+class Streaks:
+    """Groups in a row that were of no use, and the errors that end a run because of them.
+
+    Args:
+        max_empty_groups: in a row without gradient.
+        max_failed_groups: in a row that failed or timed out.
+    """
+
+    def __init__(self, max_empty_groups: int, max_failed_groups: int) -> None:
+        self._max_empty = max_empty_groups
+        self._max_failed = max_failed_groups
+        self._empty_scores: deque[float] = deque(maxlen=max_empty_groups)
+        self._num_empty = 0
+        self._num_failed = 0
+
+    def empty(self, score: float) -> NothingToLearnError | None:
+        """A group had no gradient and this mean score; the error if it was one too many."""
+        self._num_failed = 0
+        self._num_empty += 1
+        self._empty_scores.append(score)
+        if self._num_empty < self._max_empty:
+            return None
+        return nothing_to_learn(self._num_empty, self._empty_scores)
+
+    def useful(self) -> None:
+        """A group can be trained on."""
+        self._num_failed = self._num_empty = 0
+
+    def failed(self, prompt: Prompt, fate: Fate, why: str) -> RuntimeError | None:
+        """A group failed; the error if it was one too many."""
+        self._num_failed += 1
+        if self._num_failed < self._max_failed:
+            return None
+        return too_many_failures(self._num_failed, prompt, fate, why)
 
 
 def nothing_to_learn(num_groups: int, scores: Collection[float]) -> NothingToLearnError:
@@ -60,6 +97,27 @@ class EvaluatedPrompt:
     """Empty if generation or scoring failed."""
     error: str = ""
     """Why it failed."""
+
+
+def evaluation_metrics(results: Sequence[EvaluatedPrompt]) -> dict[str, float]:
+    """What an evaluation measured.
+
+    Raises:
+        RuntimeError: if not one prompt could be scored.
+    """
+    scores = [score for result in results for score in result.scores]
+    if not scores:
+        raise RuntimeError(
+            f"not one of {len(results)} evaluation prompts could be scored; the last error: "
+            f"{results[-1].error}"
+        )
+    completions = [completion for result in results for completion in result.completions]
+    return {
+        "pass_rate": sum(scores) / len(scores),
+        "scored_share": sum(bool(result.scores) for result in results) / len(results),
+        "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
+        "truncated_share": sum(c.truncated for c in completions) / len(completions),
+    }
 
 
 @dataclass(frozen=True, slots=True)

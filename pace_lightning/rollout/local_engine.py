@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import math
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -35,20 +34,24 @@ from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import (
     Completion,
     EngineError,
+    PartialResponse,
     RequestError,
     Sampling,
     check_room,
+    fill,
+    life_seed,
 )
 from pace_lightning.rollout.local_requests import (
+    PAGE_TOKENS,
     Request,
-    Response,
+    Submission,
+    cache_blocks,
     served,
     unblock_after_cancellations,
 )
 from pace_lightning.rollout.local_rescoring import PrefillScorer, rescore_unfinished
 from pace_lightning.rollout.weights import compare_manifest, copy_weights
 
-_PAGE_TOKENS = 32
 _HEALTH_CHECK_SECONDS = 1.0
 
 
@@ -94,20 +97,11 @@ class LocalEngine:
         self._max_sequence_tokens = max_sequence_tokens
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
-        pages = math.ceil((max_sequence_tokens + 1) / _PAGE_TOKENS)
-        self._num_blocks = (
-            (max_running + 1) * pages
-            if cache_tokens is None
-            else math.ceil(cache_tokens / _PAGE_TOKENS)
-        )
-        if self._num_blocks < pages:
-            raise ValueError(
-                f"a KV cache of {self._num_blocks * _PAGE_TOKENS} tokens cannot hold one sequence "
-                f"of {max_sequence_tokens} tokens; raise engine.cache_tokens"
-            )
+        self._num_blocks = cache_blocks(max_sequence_tokens, max_running, cache_tokens)
         self._recompute_cache = recompute_cache
         self._temperatures = {served(t) for t in temperatures}
         self._seed = seed
+        self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds
         self._parameters = dict(model.named_parameters())
         self._manager: Any = None
@@ -137,6 +131,7 @@ class LocalEngine:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         self._clock = clock
+        self._num_starts += 1
         default_temperature = next((t for t in sorted(self._temperatures) if t != 1.0), 1.0)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="local-engine-pause")
         self._manager = self._model.init_continuous_batching(
@@ -149,12 +144,12 @@ class LocalEngine:
                 pad_token_id=self._pad_token_id,
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=_PAGE_TOKENS,
+                page_size=PAGE_TOKENS,
                 num_blocks=self._num_blocks,
                 max_batch_tokens=self._max_batch_tokens,
                 max_requests_per_batch=self._max_running,
                 return_logprobs=True,
-                seed=self._seed,
+                seed=life_seed(self._seed, restarts=self._num_starts - 1),
                 allow_block_sharing=False,
                 use_async_batching=False,
                 use_cuda_graph=False,
@@ -178,7 +173,7 @@ class LocalEngine:
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         check_room(prompt, sampling, self._max_sequence_tokens)
@@ -191,9 +186,11 @@ class LocalEngine:
         request = Request(
             prompt=list(prompt),
             sampling=sampling,
-            responses=[Response() for _ in range(n)],
+            responses=fill(responses, n),
             finished=asyncio.get_running_loop().create_future(),
         )
+        if not request.unfinished:
+            request.finished.set_result(None)
         self._requests.append(request)
         try:
             self._submit(request)
@@ -202,14 +199,10 @@ class LocalEngine:
                 if not request.finished.done():
                     self._check_alive()
             request.finished.result()
-        except BaseException:
-            if finished is not None:
-                finished += request.completions
-            raise
         finally:
             self._requests.remove(request)
             self._withdraw(request)
-        return request.completions
+        return [response.completion() for response in request.responses]
 
     async def prepare_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine.prepare_weights`. They are copied from where they are."""
@@ -259,14 +252,16 @@ class LocalEngine:
         With a recomputed cache this only prepares the prefills that `load_weights` has submitted.
         """
         if self._recompute_cache:
-            self._prefills.expect(self._requests)
+            for request in self._requests:
+                for request_id in request.ids:
+                    self._prefills.expect(request, request_id)
         else:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._rescore)
 
     def describe(self) -> str:
         """See `RolloutEngine.describe`."""
         requests = list(self._requests)  # any thread may ask
-        waiting = sum(r.completion is None for q in requests for r in q.responses)
+        waiting = sum(len(request.unfinished) for request in requests)
         alive = self._manager is not None and self._manager.is_running()
         return (
             f"local engine {'running' if alive else 'stopped'} at version {self._version}, "
@@ -312,28 +307,25 @@ class LocalEngine:
 
     def _submit(self, request: Request) -> None:
         """Hand the unfinished responses to the manager, as one fork if none has a token yet."""
+        unfinished = request.unfinished
         # A prompt of one token cannot be forked: that happens after its last token but one.
-        if len(request.prompt) > 1 and all(not response.tokens for response in request.responses):
-            self._add(request, request.responses, request.prompt, request.sampling.max_new_tokens)
-            return
-        for response in request.responses:
-            if response.completion is None:
-                response.offset = len(response.tokens)
-                left = request.sampling.max_new_tokens - len(response.tokens)
-                self._add(request, [response], request.prompt + response.tokens, left)
+        begun = any(response.token_ids for response in unfinished)
+        if begun or len(request.prompt) == 1:
+            for response in unfinished:
+                self._add(request, [response])
+        elif unfinished:
+            self._add(request, unfinished)
 
-    def _add(
-        self,
-        request: Request,
-        responses: Sequence[Response],
-        prompt: list[int],
-        max_new_tokens: int,
-    ) -> None:
+    def _add(self, request: Request, responses: Sequence[PartialResponse]) -> None:
+        """Hand over responses with the same tokens, and the number that may follow."""
+        tokens = responses[0].token_ids
         first = f"r{next(self._serial)}"
         # The manager names the forks of a request like this.
         ids = [first, *(f"{first}__child#{i}" for i in range(len(responses) - 1))]
         for request_id, response in zip(ids, responses, strict=True):
-            request.ids[request_id] = response
+            request.ids[request_id] = Submission(response, len(tokens))
+            if response.unscored:
+                self._prefills.expect(request, request_id)
             self._manager.register_result_handler(
                 request_id, functools.partial(self._receive, request, request_id)
             )
@@ -341,7 +333,11 @@ class LocalEngine:
         temperature = served(request.sampling.temperature)
         options = {"temperature": temperature} if self._per_request_temperature else {}
         accepted = self._manager.add_request(
-            prompt, request_id=first, max_new_tokens=max_new_tokens, streaming=True, **options
+            request.prompt + tokens,
+            request_id=first,
+            max_new_tokens=request.sampling.max_new_tokens - len(tokens),
+            streaming=True,
+            **options,
         )
         if accepted is None:
             raise EngineError(
@@ -352,9 +348,9 @@ class LocalEngine:
     def _withdraw(self, request: Request) -> None:
         """Cancel what is still running of a request; tokens that are on their way are ignored."""
         processor = None if self._manager is None else self._manager.batch_processor
-        for request_id, response in request.ids.items():
+        for request_id, submission in request.ids.items():
             self._prefills.forget(request_id)
-            if response.completion is None and processor is not None:
+            if not submission.response.is_finished and processor is not None:
                 # The first acts before the next step, the second on a request still in the queue.
                 processor.scheduler.set_request_cancellation(request_id)
                 self._manager.cancel_request(request_id)
@@ -364,13 +360,14 @@ class LocalEngine:
 
     def _receive(self, request: Request, request_id: str, output: Any) -> None:
         """Take over new tokens; runs in the event loop, once per token."""
-        response = request.ids.get(request_id)
-        if response is None or request.finished.done():
+        submission = request.ids.get(request_id)
+        if submission is None or request.finished.done():
             return
+        response, offset = submission.response, submission.offset
         if output.error is not None:
             request.finished.set_exception(self._failure(output.error))
             return
-        new = output.generated_tokens[len(response.tokens) - response.offset :]
+        new = output.generated_tokens[len(response.token_ids) - offset :]
         if len(output.logprobs) < len(output.generated_tokens):
             counts = len(output.generated_tokens), len(output.logprobs)
             request.fail(RequestError("{} tokens came with {} log-probs".format(*counts)))
@@ -378,13 +375,14 @@ class LocalEngine:
         if self._prefills.is_expecting(request_id):
             request.fail(RequestError("a token came before its prefix had been re-scored"))
             return
-        response.tokens += new
-        response.logprobs += output.logprobs[len(response.logprobs) - response.offset :]
+        response.token_ids += new
+        response.logprobs += output.logprobs[len(response.logprobs) - offset :]
         response.versions += [self._version] * len(new)
         self._num_tokens += len(new)
         if output.is_finished():
-            response.finish(self._clock(), self._stop_token_ids)
-            if all(r.completion is not None for r in request.responses):
+            response.truncated = response.token_ids[-1] not in self._stop_token_ids
+            response.completed_at = self._clock()
+            if not request.unfinished:
                 request.finished.set_result(None)
 
     def _failure(self, why: str) -> Exception:

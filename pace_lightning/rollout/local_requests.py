@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from pace_lightning.core.pace import PrefixRescore
-from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.engine import Completion, Sampling
+from pace_lightning.rollout.engine import PartialResponse, Sampling
 
 GREEDY_TEMPERATURE = 1e-6
 """What temperature 0 is served as: differences of logits above 1e-4 decide with certainty."""
+
+
+PAGE_TOKENS = 32
+"""Tokens of one block of the KV cache."""
+
+
+def cache_blocks(max_sequence_tokens: int, max_running: int, cache_tokens: int | None) -> int:
+    """Blocks of a KV cache of ``cache_tokens``; None: for ``max_running`` sequences of full length.
+
+    Raises:
+        ValueError: if not even one sequence fits.
+    """
+    pages = math.ceil((max_sequence_tokens + 1) / PAGE_TOKENS)
+    if cache_tokens is None:
+        return (max_running + 1) * pages
+    blocks = math.ceil(cache_tokens / PAGE_TOKENS)
+    if blocks < pages:
+        raise ValueError(
+            f"a KV cache of {blocks * PAGE_TOKENS} tokens cannot hold one sequence of "
+            f"{max_sequence_tokens} tokens; raise engine.cache_tokens"
+        )
+    return blocks
 
 
 def served(temperature: float) -> float:
@@ -20,28 +40,13 @@ def served(temperature: float) -> float:
     return max(temperature, GREEDY_TEMPERATURE)
 
 
-@dataclass(slots=True)
-class Response:
-    """One response being generated, across resubmissions."""
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One response as the manager was given it."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[PolicyVersion] = field(default_factory=list)
-    offset: int = 0
-    """Tokens that were generated before the present submission, and are part of its prompt."""
-    rescores: list[PrefixRescore] = field(default_factory=list)
-    completion: Completion | None = None
-
-    def finish(self, completed_at: PolicyVersion, stop_token_ids: Collection[int]) -> None:
-        """The last token has arrived."""
-        self.completion = Completion(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            completed_at=completed_at,
-            truncated=self.tokens[-1] not in stop_token_ids,
-            rescores=tuple(self.rescores),
-        )
+    response: PartialResponse
+    offset: int
+    """Tokens that were there before, and are part of its prompt."""
 
 
 @dataclass(slots=True)
@@ -50,15 +55,15 @@ class Request:
 
     prompt: list[int]
     sampling: Sampling
-    responses: list[Response]
+    responses: list[PartialResponse]
     finished: asyncio.Future[None]
-    ids: dict[str, Response] = field(default_factory=dict)
-    """Live request ids of the manager."""
+    ids: dict[str, Submission] = field(default_factory=dict)
+    """By live request ids of the manager."""
 
     @property
-    def completions(self) -> list[Completion]:
-        """The responses that are finished."""
-        return [r.completion for r in self.responses if r.completion is not None]
+    def unfinished(self) -> list[PartialResponse]:
+        """The responses that are still being generated."""
+        return [response for response in self.responses if not response.is_finished]
 
     def fail(self, error: Exception) -> None:
         """End it with an error, unless it has ended."""

@@ -19,7 +19,7 @@ Two ways, by what happens to the KV cache at a publication:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from pace_lightning.core.logprobs import shared_prompt_logprobs
 from pace_lightning.core.pace import rescore
-from pace_lightning.rollout.engine import RequestError
-from pace_lightning.rollout.local_requests import Request, Response, served
+from pace_lightning.rollout.engine import PartialResponse, RequestError
+from pace_lightning.rollout.local_requests import Request, served
 
 ROWS_AT_ONCE = 1024
 """Positions whose vocabulary row is held in memory at once."""
@@ -43,7 +43,7 @@ class _Prefix:
     """An unfinished response whose prefill is on its way."""
 
     request: Request
-    response: Response
+    response: PartialResponse
     tokens: list[int]
     """Those that exist now, shape ``(S,)``; the next ones are sampled under the new weights."""
     logprobs: list[float] = field(default_factory=list)
@@ -69,16 +69,17 @@ class PrefillScorer:
         self._expected: dict[str, _Prefix] = {}
         model.base_model.register_forward_hook(self._after_forward)
 
-    def expect(self, requests: Iterable[Request]) -> None:
-        """Score what exists of each unfinished response in its coming prefill.
+    def expect(self, request: Request, request_id: str) -> None:
+        """Score what exists of an unfinished response in its coming prefill, if anything does.
 
-        Called by the event loop, after these requests were submitted and before the next step.
+        Called by the event loop, when it was submitted and before the next step.
         """
-        for request in requests:
-            for request_id, response in request.ids.items():
-                if response.offset and response.completion is None:
-                    tokens = response.tokens[: response.offset]
-                    self._expected[request_id] = _Prefix(request, response, tokens)
+        submission = request.ids[request_id]
+        response = submission.response
+        response.unscored = submission.offset > 0 and not response.is_finished
+        if response.unscored:
+            tokens = response.token_ids[: submission.offset]
+            self._expected[request_id] = _Prefix(request, response, tokens)
 
     def forget(self, request_id: str) -> None:
         """The request was withdrawn; any thread."""
@@ -125,6 +126,7 @@ class PrefillScorer:
                     prefix.request.fail_from_thread(RequestError(str(error)))
                 else:
                     prefix.response.rescores.append(event)
+                    prefix.response.unscored = False
         self.seconds += time.perf_counter() - begin
 
 
@@ -160,23 +162,26 @@ def rescore_unfinished(model: Any, requests: Sequence[Request], *, pad_token_id:
             for request in requests
             if request.sampling.temperature == temperature
             for response in request.responses
-            if response.completion is None and response.tokens
+            if response.token_ids and not response.is_finished
         ]
-        rows.sort(key=lambda row: len(row[0]) + len(row[1].tokens))
+        rows.sort(key=lambda row: len(row[0]) + len(row[1].token_ids))
         for start in range(0, len(rows), RESCORED_AT_ONCE):
             part = rows[start : start + RESCORED_AT_ONCE]
             _rescore_rows(model, part, temperature, pad_token_id)
 
 
 def _rescore_rows(
-    model: Any, rows: Sequence[tuple[list[int], Response]], temperature: float, pad_token_id: int
+    model: Any,
+    rows: Sequence[tuple[list[int], PartialResponse]],
+    temperature: float,
+    pad_token_id: int,
 ) -> None:
-    width = max(len(prompt) + len(response.tokens) for prompt, response in rows)
+    width = max(len(prompt) + len(response.token_ids) for prompt, response in rows)
     input_ids = torch.full((len(rows), width), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
     sampled = torch.zeros(input_ids.shape, dtype=torch.bool)
     for index, (prompt, response) in enumerate(rows):
-        tokens = [*prompt, *response.tokens]
+        tokens = [*prompt, *response.token_ids]
         input_ids[index, : len(tokens)] = torch.tensor(tokens)
         attention_mask[index, : len(tokens)] = 1
         sampled[index, len(prompt) : len(tokens)] = True

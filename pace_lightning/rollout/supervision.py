@@ -5,8 +5,9 @@
     the engine dies     close it, start it at the version it had, and ask again for what was in
                         flight, a bounded number of times (engine.max_restarts)
 
-Responses that are finished stay: only those that are missing are asked for again. Everything here
-runs in the rollout thread.
+Responses that are finished stay. Unfinished ones go on from the tokens they have, with the versions
+and log-probs of those. Only a request that failed loses them, because nobody knows what is wrong
+with it. Everything here runs in the rollout thread.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import (
     Completion,
     EngineError,
+    PartialResponse,
     RequestError,
     RolloutEngine,
     Sampling,
     WrongWeightsError,
 )
-from pace_lightning.rollout.publication import PublishReport, publish
+from pace_lightning.rollout.publication import Leave, PublishReport, publish
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,6 +103,8 @@ class Supervisor:
         self._changing = asyncio.Lock()
         """Held by a publication and by a restart: either would pull the engine from the other."""
         self.incidents = Incidents()
+        self.leave: Leave | None = None
+        """Done in each publication."""
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """Start the engine; an error in that is the caller's."""
@@ -117,9 +121,17 @@ class Supervisor:
         *,
         n: int,
         sampling: Sampling,
+        responses: list[PartialResponse],
         note: Callable[[str], None] = lambda _: None,
     ) -> list[Completion]:
         """The responses to one prompt within the deadline; fewer if ``complete`` allows it.
+
+        Args:
+            prompt: token ids.
+            n: how many.
+            sampling: how.
+            responses: what exists of them; see `RolloutEngine.generate`.
+            note: told of what happens.
 
         Raises:
             GroupTimeoutError: if it was late.
@@ -128,12 +140,12 @@ class Supervisor:
         """
         patience, limit = self._patience, self._group_timeout_seconds
         attempts = 2 if patience.on_timeout == "retry" else 1
-        finished: list[Completion] = []
         for attempt in range(1, attempts + 1):
             try:
                 async with asyncio.timeout(limit):
-                    return await self.generate(prompt, n=n, sampling=sampling, finished=finished)
+                    return await self.generate(prompt, n=n, sampling=sampling, responses=responses)
             except TimeoutError:
+                finished = [r.completion() for r in responses if r.is_finished]
                 if attempt < attempts:
                     self.incidents.retried_stragglers += 1
                     note(f"asked again after {limit} s, {len(finished)} of {n} finished")
@@ -153,20 +165,16 @@ class Supervisor:
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """Like `RolloutEngine.generate`, but survives failed requests and deaths of the engine."""
-        kept = [] if finished is None else finished
+        kept = [] if responses is None else responses
 
         async def ask() -> list[Completion]:
-            before = list(kept)
-            missing = n - len(before)
-            if not missing:
-                return before
-            new = await self._engine.generate(prompt, n=missing, sampling=sampling, finished=kept)
-            if len(new) != missing:
-                raise RequestError(f"asked for {missing} responses, got {len(new)}")
-            return before + new
+            answer = await self._engine.generate(prompt, n=n, sampling=sampling, responses=kept)
+            if len(answer) != n:
+                raise RequestError(f"asked for {n} responses, got {len(answer)}")
+            return answer
 
         for retry in range(self._patience.max_retries):
             try:
@@ -174,6 +182,7 @@ class Supervisor:
             except RequestError as error:
                 log.warning("a request failed and is asked again: %s", error)
                 self.incidents.retried_requests += 1
+                kept[:] = [r if r.is_finished else PartialResponse() for r in kept]
                 await asyncio.sleep(_FIRST_RETRY_SECONDS * 2**retry)
         return await self._survive(ask)
 
@@ -188,7 +197,7 @@ class Supervisor:
     async def publish(
         self, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
     ) -> PublishReport:
-        """Replace the engine's weights; see `groups.publish`.
+        """Replace the engine's weights; see `publication.publish`.
 
         An engine that dies meanwhile is restarted and given the weights again, unless they are the
         first: then it has never worked, and its own error says why.
@@ -196,7 +205,9 @@ class Supervisor:
 
         async def load() -> PublishReport:
             async with self._changing:
-                report = await publish(self._engine, weights, version, rescore=rescore)
+                report = await publish(
+                    self._engine, weights, version, rescore=rescore, leave=self.leave
+                )
                 if self._patience.max_restarts and not self._engine.keeps_weights:
                     self._kept = await asyncio.to_thread(_copy, weights), version
                 return report

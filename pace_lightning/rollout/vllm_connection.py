@@ -10,9 +10,10 @@ import functools
 import itertools
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from pace_lightning.rollout.engine import EngineError, RequestError
+from pace_lightning.rollout.engine import EngineError, RequestError, life_seed
 from pace_lightning.rollout.vllm_process import EngineProcess, Launch, environment, make_front
 from pace_lightning.rollout.vllm_requests import score
 from pace_lightning.rollout.vllm_weights import ServingDirectory
@@ -48,11 +49,15 @@ class Connection:
         self.fatal: EngineError | None = None
         """Why the engine must not be used any more."""
         self._model = model
+        # as it is now: adapters that are added to it are merged before its weights get here
+        self._parameters = dict(model.named_parameters())
         self._launch = launch
+        self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds
         self._answer_timeout_seconds = answer_timeout_seconds
         self._process: EngineProcess | None = None
         self._serial = itertools.count()
+        self._frozen = False
 
     async def start(self) -> None:
         """Start vLLM on noise.
@@ -60,9 +65,10 @@ class Connection:
         Raises:
             EngineError: if it cannot be started, or not in time.
         """
-        launch = self._launch
-        self.fatal, self.sender = None, None
-        self.serving = ServingDirectory(self._model, launch.dtype)
+        launch = replace(self._launch, seed=life_seed(self._launch.seed, restarts=self._num_starts))
+        self._num_starts += 1
+        self.fatal, self.sender, self._frozen = None, None, False
+        self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(
             functools.partial(make_front, path, self._model.config, launch),
@@ -90,6 +96,18 @@ class Connection:
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs of the tokens but the first under the present weights, at temperature 1."""
         return await score(self.llm, tokens, self.name())
+
+    async def freeze(self) -> None:
+        """Stop generation between two steps; what is running stays as it is."""
+        self._frozen = True
+        pausing = self.llm.pause_generation(mode="keep", clear_cache=False)
+        await self.answer(pausing, "pausing")
+
+    async def thaw(self) -> None:
+        """Let generation go on, if it was stopped."""
+        if self._frozen:
+            await self.answer(self.llm.resume_generation(), "resuming")
+            self._frozen = False
 
     async def answer(self, work: Awaitable[T], what: str) -> T:
         """Wait for the engine process, not longer than the deadline.

@@ -44,8 +44,10 @@ from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import (
     Completion,
     EngineError,
+    PartialResponse,
     Sampling,
     check_room,
+    fill,
 )
 from pace_lightning.rollout.vllm_connection import Connection
 from pace_lightning.rollout.vllm_probe import Probe
@@ -138,7 +140,7 @@ class VLLMEngine:
         *,
         n: int,
         sampling: Sampling,
-        finished: list[Completion] | None = None,
+        responses: list[PartialResponse] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         check_room(prompt, sampling, self._launch.max_sequence_tokens)
@@ -146,9 +148,11 @@ class VLLMEngine:
         request = Request(
             prompt=list(prompt),
             sampling=sampling,
-            responses=[Response() for _ in range(n)],
+            responses=[Response(partial) for partial in fill(responses, n)],
             finished=asyncio.get_running_loop().create_future(),
         )
+        if not request.unfinished:
+            request.finished.set_result(None)
         self._requests.append(request)
         try:
             async with self._door:  # one that comes during a pause is submitted at its end
@@ -166,18 +170,12 @@ class VLLMEngine:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._trusted.wait(), _HEALTH_CHECK_SECONDS)
             await asyncio.gather(*request.rescoring)
-        except BaseException:
-            if finished is not None and self._trusted.is_set():
-                finished += [
-                    r.completion() for r in request.responses if r.completed_at is not None
-                ]
-            raise
         finally:
             self._requests.remove(request)
             for task in request.rescoring:
                 task.cancel()
             await self._withdraw([request])
-        return [response.completion() for response in request.responses]
+        return [response.partial.completion() for response in request.responses]
 
     async def _submit(self, request: Request) -> None:
         """Give vLLM what is unfinished of a request, each response with the tokens it has."""
@@ -188,11 +186,11 @@ class VLLMEngine:
         request.submitted = True
         self._last_heard = time.monotonic()
         for response in request.unfinished:
-            response.offset = len(response.tokens)
+            response.offset = len(response.partial.token_ids)
             try:
                 response.outputs = await self._link.llm.add_request(
                     self._link.name(),
-                    tokens_input(request.prompt + response.tokens),
+                    tokens_input(request.prompt + response.partial.token_ids),
                     sampling_parameters(request, response, self._stop_token_ids),
                 )
             except Exception as error:
@@ -203,7 +201,7 @@ class VLLMEngine:
     async def _read(self, request: Request, response: Response) -> None:
         """Take over what arrives for one response, until it is finished."""
         try:
-            while response.completed_at is None:
+            while not response.partial.is_finished:
                 output = response.outputs.get_nowait() or await response.outputs.get()
                 self._receive(request, response, output)
         except Exception as error:
@@ -261,7 +259,7 @@ class VLLMEngine:
         self._link.check_alive()
         async with self._door:
             try:
-                await self._pause()
+                await self._link.freeze()
                 yield
             except BaseException:
                 with contextlib.suppress(EngineError):  # the first error says more
@@ -285,7 +283,6 @@ class VLLMEngine:
                     "reload_weights", kwargs={"weights_path": str(self._link.serving.path)}
                 )
                 await self._link.answer(load, "loading weights")
-                self._link.serving.clear()
             else:
                 await self._link.sender.send(self._link.serving.checkpoint(weights))
             if self._recompute_cache:
@@ -303,11 +300,14 @@ class VLLMEngine:
         self._version = version
 
     async def verify_weights(self) -> None:
-        """See `RolloutEngine.verify_weights`. With a kept cache, the end of the pause does it."""
+        """See `RolloutEngine.verify_weights`.
+
+        With a kept cache, the end of the pause does it. With a recomputed one nothing but the probe
+        can run here: requests were taken back, and the door is held.
+        """
         if self._recompute_cache:
-            await self._link.answer(self._link.llm.resume_generation(), "resuming")
+            await self._link.thaw()
             await self._verify()
-            await self._pause()
 
     async def _verify(self) -> None:
         try:
@@ -330,33 +330,30 @@ class VLLMEngine:
         With a recomputed cache, the prefill that rebuilds it gives the scores, after the pause.
         """
         for request in self._requests:
-            begun = [response for response in request.unfinished if response.tokens]
+            begun = [response for response in request.unfinished if response.partial.token_ids]
             if begun and request.sampling.temperature != 1:
                 raise EngineError(
                     "vLLM scores prefixes at temperature 1, but a request is sampled at "
                     f"{request.sampling.temperature}; set it to 1, or use engine.kind local"
                 )
             for response in begun:
-                if self._recompute_cache:
-                    response.rescored = True
-                else:
+                response.partial.unscored = True
+                if not self._recompute_cache:
                     task = asyncio.create_task(self._rescore(request, response))
                     request.rescoring.append(task)
 
     async def _rescore(self, request: Request, response: Response) -> None:
         start = time.monotonic()
-        behavior = list(response.logprobs)
-        tokens = request.prompt + response.tokens
+        partial = response.partial
+        behavior = list(partial.logprobs)
+        tokens = request.prompt + partial.token_ids
         try:
             scores = await self._link.score(tokens)
         except Exception as error:
             raise self._link.failure(error, "re-scoring a prefix") from error
-        response.rescores.append(rescore(behavior, scores[len(request.prompt) - 1 :]))
+        partial.rescores.append(rescore(behavior, scores[len(request.prompt) - 1 :]))
+        partial.unscored = False
         self._rescore_seconds += time.monotonic() - start
-
-    async def _pause(self) -> None:
-        pausing = self._link.llm.pause_generation(mode="keep", clear_cache=False)
-        await self._link.answer(pausing, "pausing")
 
     async def _resume(self) -> None:
         """Let tokens flow, also after an error; not with weights that are known to be wrong."""
@@ -368,8 +365,9 @@ class VLLMEngine:
                     if not request.submitted:
                         await self._submit(request)
         finally:
-            await self._link.answer(self._link.llm.resume_generation(), "resuming")
+            await self._link.thaw()
             self._last_heard = time.monotonic()
+        await asyncio.to_thread(self._link.serving.clear)
         if self._link.fatal is None and self._version is not None and not self._trusted.is_set():
             await self._verify()
 

@@ -8,41 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pace_lightning.core.pace import PrefixRescore, rescore
+from pace_lightning.core.pace import rescore
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.engine import Completion, EngineError, RequestError, Sampling
+from pace_lightning.rollout.engine import EngineError, PartialResponse, RequestError, Sampling
 
 
 @dataclass(slots=True, eq=False)
 class Response:
     """One response being generated, across submissions."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[PolicyVersion] = field(default_factory=list)
+    partial: PartialResponse
     offset: int = 0
-    """Tokens that were generated before the present submission, and are part of its prompt."""
-    rescores: list[PrefixRescore] = field(default_factory=list)
-    completed_at: PolicyVersion | None = None
-    """None while it is generated."""
-    truncated: bool = False
+    """Tokens that were there before the present submission, and are part of its prompt."""
     outputs: Any = None
     """Where vLLM puts what it generates for the present submission."""
     reader: asyncio.Task[None] | None = None
-    rescored: bool = False
-    """Whether the present submission re-scores the tokens in its prompt."""
-
-    def completion(self) -> Completion:
-        """The finished response."""
-        assert self.completed_at is not None
-        return Completion(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            completed_at=self.completed_at,
-            truncated=self.truncated,
-            rescores=tuple(self.rescores),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +39,7 @@ class Request:
     @property
     def unfinished(self) -> list[Response]:
         """The responses that are still being generated."""
-        return [response for response in self.responses if response.completed_at is None]
+        return [response for response in self.responses if not response.partial.is_finished]
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -74,11 +54,11 @@ def sampling_parameters(request: Request, response: Response, stop: Sequence[int
 
     return SamplingParams(
         temperature=request.sampling.temperature,
-        max_tokens=request.sampling.max_new_tokens - len(response.tokens),
+        max_tokens=request.sampling.max_new_tokens - len(response.partial.token_ids),
         stop_token_ids=list(stop),
         ignore_eos=True,  # vLLM would take another from the model's configuration
         logprobs=0,
-        prompt_logprobs=0 if response.rescored else None,
+        prompt_logprobs=0 if response.partial.unscored else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -110,11 +90,12 @@ def receive(
         RequestError: if a log-prob is missing or not a number, or vLLM gave the request up.
         EngineError: if vLLM says that other weights sampled these tokens.
     """
-    if response.rescored and output.prompt_logprobs:
-        tokens = request.prompt + response.tokens[: response.offset]
+    partial = response.partial
+    if partial.unscored and output.prompt_logprobs:
+        tokens = request.prompt + partial.token_ids[: response.offset]
         scores = prompt_logprobs(output, tokens)[len(request.prompt) - 1 :]
-        response.rescores.append(rescore(response.logprobs[: response.offset], scores))
-        response.rescored = False
+        partial.rescores.append(rescore(partial.logprobs[: response.offset], scores))
+        partial.unscored = False
     new = output.outputs[0]
     logprobs = [
         position[token].logprob
@@ -124,21 +105,22 @@ def receive(
         logprobs = [0.0] * len(logprobs)  # the distribution that is sampled from has one point
     if len(logprobs) != len(new.token_ids) or not all(map(math.isfinite, logprobs)):
         raise RequestError(f"{len(new.token_ids)} tokens came with log-probs {logprobs}")
-    response.tokens += new.token_ids
+    partial.token_ids += new.token_ids
     # rounding can leave the log-prob of a certain token above 0
-    response.logprobs += [min(0.0, logprob) for logprob in logprobs]
-    response.versions += [version] * len(new.token_ids)
+    partial.logprobs += [min(0.0, logprob) for logprob in logprobs]
+    partial.versions += [version] * len(new.token_ids)
     if output.finished:
         if new.finish_reason not in ("stop", "length"):
             raise RequestError(f"vLLM ended a request: {new.finish_reason}")
-        stamped = response.versions[response.offset :]
+        stamped = partial.versions[response.offset :]
         if (said := span_versions(new.weight_versions)) != stamped:
+            partial.cut(response.offset)  # a restarted engine must not go on from them
             raise EngineError(
                 f"a response was stamped with the versions {stamped} as its tokens arrived, but "
                 f"vLLM says that the weights of {said} sampled them"
             )
-        response.truncated = new.finish_reason == "length"
-        response.completed_at = now
+        partial.truncated = new.finish_reason == "length"
+        partial.completed_at = now
     return len(new.token_ids)
 
 

@@ -32,15 +32,16 @@ class ServingDirectory:
     """A directory in shared memory that vLLM loads a model from.
 
     Args:
-        model: the trainer's causal LM; its weights are read when they are written.
+        model: the trainer's causal LM.
+        parameters: names, shapes and sizes that every publication has.
         dtype: to serve in.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._model = model
         self._tied = tied_parameters(model)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = parameters
         """Names and shapes that every publication must have."""
         num_bytes = sum(tensor.numel() for tensor in self.parameters.values()) * dtype.itemsize
         num_bytes += sum(self.parameters[name].numel() for name in self._tied.values()) * (

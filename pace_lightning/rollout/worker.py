@@ -11,9 +11,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,23 +23,23 @@ from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.core.trajectory import EndOfData, Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RequestError, RolloutEngine, Sampling
-from pace_lightning.rollout.flights import Flights
 from pace_lightning.rollout.groups import (
     EvaluatedPrompt,
     GeneratedStatistics,
     RolloutTimeoutError,
     ScoringFailedError,
+    Streaks,
     build_group,
     evaluate,
-    nothing_to_learn,
     temporary_threads,
-    too_many_failures,
 )
 from pace_lightning.rollout.loop_thread import LoopThread
 from pace_lightning.rollout.publication import PublishReport
+from pace_lightning.rollout.rollouts import Leaving, Rollout, Rollouts
 from pace_lightning.rollout.supervision import GroupTimeoutError, Patience, Supervisor
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RolloutWorker(LoopThread):
@@ -86,35 +86,33 @@ class RolloutWorker(LoopThread):
         max_failed_groups: int = 16,
     ) -> None:
         super().__init__("rollout")
-        self.flights = Flights()
-        """The groups in flight and their last events; any thread may look."""
+        self.rollouts = Rollouts()
+        """The groups in flight, and, given before `train`, what an earlier process had begun."""
         self._engine = engine
         self._supervisor = Supervisor(
-            engine, patience, group_timeout_seconds=group_timeout_seconds, say=self.flights.say
+            engine, patience, group_timeout_seconds=group_timeout_seconds, say=self.rollouts.say
         )
         self.incidents = self._supervisor.incidents
         self._pool = pool
         self._lease = lease
         self._settle = settle
         self._score = score
-        self._shape_reward = shape_reward
+        self._build = functools.partial(
+            build_group, shape_reward=shape_reward, forgetting=prefix_forgetting
+        )
         self._dispatch = dispatch
         self._group_size = group_size
         self._sampling = sampling
         self._in_rounds = in_rounds
-        self._prefix_forgetting = prefix_forgetting
+        self._rescores = prefix_forgetting is not None
         self._drop_zero_variance = drop_zero_variance
-        self._max_empty_groups = max_empty_groups
-        self._max_failed_groups = max_failed_groups
+        self._streaks = Streaks(max_empty_groups, max_failed_groups)
         self._wake: asyncio.Event | None = None
         self._version: PolicyVersion = 0
         self._training = False
         self._dispatch_open = True
         self._data_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._empty_scores: deque[float] = deque(maxlen=max_empty_groups)
-        self._num_empty = 0
-        self._num_failed = 0
         self._num_tokens = 0
         self._generated = GeneratedStatistics()
 
@@ -122,17 +120,17 @@ class RolloutWorker(LoopThread):
 
     @property
     def num_in_flight(self) -> int:
-        """Groups dispatched and not yet ended."""
-        return len(self.flights)
+        """Groups that are generated or scored."""
+        return len(self._tasks)
 
     @property
     def progress(self) -> tuple[int, int]:
         """Changes whenever something happens on the rollout side."""
-        return self.flights.num_events, self._engine.num_tokens_generated
+        return self.rollouts.num_events, self._engine.num_tokens_generated
 
     @property
     def num_tokens_generated(self) -> int:
-        """Tokens of finished training rollouts, whatever became of them."""
+        """Tokens of the training rollouts whose generation ended, whatever became of them."""
         return self._num_tokens
 
     @property
@@ -156,12 +154,21 @@ class RolloutWorker(LoopThread):
                 f"(engine.startup_timeout_seconds): {self._engine.describe()}"
             )
 
+    def snapshot(self, take: Callable[[list[Rollout]], T], *, timeout_seconds: float) -> T:
+        """What ``take`` makes of the rollouts that have not ended; it must not wait.
+
+        It is called in the rollout thread with the engine paused: no token flows, no group ends.
+        """
+        if not self.is_alive:
+            return take(self.rollouts.unended())
+        return self._call(self._snapshot(take), timeout_seconds=timeout_seconds, what="a snapshot")
+
     def train(self) -> None:
         """Begin to dispatch training rollouts."""
         self._call(self._set_training(True), timeout_seconds=30.0, what="the start of training")
 
     def stop_training(self) -> None:
-        """Dispatch no more training rollouts, and settle those in flight as unused."""
+        """Go on with no rollout; those in flight stay in the books, for a last checkpoint."""
         self._call(self._abandon(), timeout_seconds=30.0, what="the end of training")
 
     def advance(self, version: PolicyVersion) -> None:
@@ -183,6 +190,11 @@ class RolloutWorker(LoopThread):
         work = self._publish(weights, version, version if clock is None else clock)
         return self._call(work, timeout_seconds=timeout_seconds, what="a publication")
 
+    def before_loads(self, leaving: Leaving) -> None:
+        """Have it called in the pause of each publication, before the load; see `Leaving`."""
+        ready = self._pool.ready
+        self._supervisor.leave = lambda: asyncio.to_thread(leaving, self.rollouts.sampled(ready()))
+
     def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, timeout_seconds: float
     ) -> list[EvaluatedPrompt]:
@@ -201,18 +213,16 @@ class RolloutWorker(LoopThread):
         """Look for free slots again. Any thread; never waits."""
         loop, wake = self._loop, self._wake
         if loop is not None and wake is not None and not loop.is_closed():
-            try:
+            with suppress(RuntimeError):  # closed in between: nobody to wake
                 loop.call_soon_threadsafe(wake.set)
-            except RuntimeError:
-                return  # closed in between: nobody to wake
 
     def describe(self) -> str:
         """One line for error messages: who waits for what."""
-        ages = [time.monotonic() - flight.since for flight in self.flights.present()]
+        ages = [time.monotonic() - rollout.since for rollout in self.rollouts.present()]
         return (
             f"{super().describe()} at version {self._version}, {len(ages)} groups in flight "
             f"(oldest for {max(ages, default=0.0):.0f} s), {len(self._pool)} ready, last event: "
-            f"{self.flights.last_event}; {self._engine.describe()}"
+            f"{self.rollouts.last_event}; {self._engine.describe()}"
         )
 
     # --- everything below runs in the rollout thread ---------------------------------------------
@@ -225,17 +235,16 @@ class RolloutWorker(LoopThread):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                await self._dispatch_groups()
                 if self._error is not None:
                     raise self._error
+                await self._dispatch_groups()
         except Exception as error:
             self._fail(error)  # the trainer must not wait for the clean-up below to hear of it
             raise
         finally:
             self._ending = True
             # publications and evaluations too: an engine that is paused is slow to close
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
+            for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._supervisor.close()
@@ -251,15 +260,15 @@ class RolloutWorker(LoopThread):
                 # Counted again: a publication or the end of training may have begun meanwhile.
                 self._create_rollouts(self._num_dispatchable())
                 await asyncio.sleep(0)  # each of them submits its request
-        if self._data_ended and not self.flights:
+        if self._data_ended and not self._tasks:
             self._pool.close()
 
     def _num_dispatchable(self) -> int:
         closed = self._data_ended or not (self._training and self._dispatch_open)
-        if closed or (self._in_rounds and self.flights):
+        if closed or (self._in_rounds and self._tasks):
             return 0
         counts = DispatchCounts(
-            in_flight=len(self.flights),
+            in_flight=self.num_in_flight,
             ready=len(self._pool),
             accepted=self._pool.num_accepted,
             version=self._version,
@@ -269,12 +278,12 @@ class RolloutWorker(LoopThread):
     def _create_rollouts(self, num_groups: int) -> None:
         for _ in range(num_groups):
             try:
-                prompt = self._lease()
+                rollout = self.rollouts.next(self._lease)
             except EndOfData:
                 self._data_ended = True
                 return
-            self.flights.begin(prompt.uid, f"dispatched at version {self._version}")
-            task = asyncio.create_task(self._roll_out(prompt))
+            self.rollouts.begin(rollout, f"dispatched at version {self._version}")
+            task = asyncio.create_task(self._roll_out(rollout))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
@@ -285,14 +294,16 @@ class RolloutWorker(LoopThread):
         assert self._wake is not None  # set before the first task exists
         self._wake.set()
 
-    async def _roll_out(self, prompt: Prompt) -> None:
+    async def _roll_out(self, rollout: Rollout) -> None:
         """The life of one group, from dispatch to the pool or to another fate."""
+        prompt = rollout.prompt
         try:
             completions = await self._supervisor.generate_group(
                 prompt.token_ids,
                 n=self._group_size,
                 sampling=self._sampling,
-                note=functools.partial(self.flights.note, prompt.uid),
+                responses=rollout.responses,
+                note=functools.partial(self.rollouts.note, prompt.uid),
             )
         except GroupTimeoutError as error:
             self._lost(prompt, Fate.TIMED_OUT, str(error))
@@ -302,25 +313,18 @@ class RolloutWorker(LoopThread):
             return
         num_tokens = sum(len(completion.token_ids) for completion in completions)
         self._num_tokens += num_tokens
-        self.flights.score(prompt.uid, num_tokens)
+        self.rollouts.score(prompt.uid, num_tokens)
         try:
             scores = await self._score(prompt, completions)
         except ScoringFailedError as error:
             self._end(prompt, error.fate, num_tokens)
-            self.flights.say(f"prompt {prompt.uid} was not scored: {error}")
+            self.rollouts.say(f"prompt {prompt.uid} was not scored: {error}")
             return
         try:
-            group = build_group(
-                prompt,
-                completions,
-                scores,
-                shape_reward=self._shape_reward,
-                forgetting=self._prefix_forgetting,
-            )
+            group = self._build(prompt, completions, scores)
         except ValueError as error:  # what the engine returned cannot be trained on
             self._lost(prompt, Fate.FAILED, str(error), num_tokens)
             return
-        self._num_failed = 0
         self._deliver(prompt, group)
 
     def _deliver(self, prompt: Prompt, group: TrajectoryGroup) -> None:
@@ -328,28 +332,25 @@ class RolloutWorker(LoopThread):
         self._generated = self._generated.plus(group, mixed=mixed)
         if self._drop_zero_variance and not mixed:
             self._end(prompt, Fate.ZERO_VARIANCE, group.num_tokens)
-            self._num_empty += 1
-            self._empty_scores.append(group.mean_score)
-            if self._num_empty >= self._max_empty_groups:
+            if error := self._streaks.empty(group.mean_score):
                 self._training = False  # the engine lives on, for a last evaluation
-                self._pool.fail(nothing_to_learn(self._num_empty, self._empty_scores))
+                self._pool.fail(error)
             return
-        self._num_empty = 0
-        self.flights.end(prompt.uid)
-        self.flights.say(f"prompt {prompt.uid} became ready")
+        self._streaks.useful()
+        self.rollouts.end(prompt.uid)
+        self.rollouts.say(f"prompt {prompt.uid} became ready")
         self._pool.put(group)
 
     def _lost(self, prompt: Prompt, fate: Fate, why: str, num_tokens: int = 0) -> None:
         self._end(prompt, fate, num_tokens)
-        self._num_failed += 1
-        self.flights.say(f"prompt {prompt.uid} {fate}: {why}")
+        self.rollouts.say(f"prompt {prompt.uid} {fate}: {why}")
         log.warning("prompt %s %s: %s", prompt.uid, fate, why)
-        if self._num_failed >= self._max_failed_groups:
-            raise too_many_failures(self._num_failed, prompt, fate, why)
+        if error := self._streaks.failed(prompt, fate, why):
+            raise error
 
     def _end(self, prompt: Prompt, fate: Fate, num_tokens: int) -> None:
-        self.flights.end(prompt.uid)
-        self.flights.say(f"prompt {prompt.uid} ended: {fate}")
+        self.rollouts.end(prompt.uid)
+        self.rollouts.say(f"prompt {prompt.uid} ended: {fate}")
         self._settle(prompt.uid, fate, num_tokens)
 
     async def _set_training(self, training: bool) -> None:
@@ -358,12 +359,13 @@ class RolloutWorker(LoopThread):
 
     async def _abandon(self) -> None:
         self._training = False
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for flight in self.flights.present():
-            self._settle(flight.uid, Fate.UNUSED, self.flights.end(flight.uid))
+
+    async def _snapshot(self, take: Callable[[list[Rollout]], T]) -> T:
+        async with self._supervisor.paused():
+            return take(self.rollouts.unended())
 
     async def _advance(self, version: PolicyVersion) -> None:
         self._version = version
@@ -375,13 +377,11 @@ class RolloutWorker(LoopThread):
         self._version = clock  # but nothing may be dispatched to the old weights any more
         self._dispatch_open = False
         try:
-            report = await self._supervisor.publish(
-                weights, version, rescore=self._prefix_forgetting is not None
-            )
+            report = await self._supervisor.publish(weights, version, rescore=self._rescores)
         finally:
             self._dispatch_open = True
             self.wake()
-        self.flights.say(f"version {version} was published")
+        self.rollouts.publish(version, self._pool.ready())
         if self._in_rounds:  # before anything else can ask the engine for something
             await self._dispatch_groups()
         return report
@@ -389,7 +389,7 @@ class RolloutWorker(LoopThread):
     async def _evaluate(
         self, prompts: Sequence[Prompt], samples: int, sampling: Sampling
     ) -> list[EvaluatedPrompt]:
-        while self._in_rounds and (self.flights or self._num_dispatchable() > 0):
+        while self._in_rounds and (self._tasks or self._num_dispatchable() > 0):
             await asyncio.sleep(0.005)  # a round first: see in_rounds
         self._dispatch_open = False
         try:

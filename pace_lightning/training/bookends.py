@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from pace_lightning.training.datamodule import RolloutDataModule
-from pace_lightning.training.gather import gather_weights
+from pace_lightning.training.gather import gather_weights, is_partitioned
+from pace_lightning.training.lora import save_policy
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.timing import TimeLedger
@@ -90,9 +91,12 @@ class Bookends(pl.Callback):
         target, scratch = self._target, self._target.with_name(f".{self._target.name}.part")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
-            kept = policy.state_dict().keys()
-            buffers = {name: b for name, b in policy.named_buffers() if name in kept}
-            policy.save_pretrained(scratch, state_dict={**weights, **buffers})
+            if is_partitioned(policy):
+                kept = policy.state_dict().keys()
+                buffers = {name: b for name, b in policy.named_buffers() if name in kept}
+                policy.save_pretrained(scratch, state_dict={**weights, **buffers})
+            else:
+                save_policy(policy, scratch)
             self._tokenizer.save_pretrained(scratch)
             shutil.rmtree(target, ignore_errors=True)
             scratch.replace(target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -21,13 +22,16 @@ from pace_lightning.core.dispatch import Dispatch
 from pace_lightning.core.ledger import Ledger
 from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.pool import TrajectoryPool
+from pace_lightning.core.saved_groups import group_state
 from pace_lightning.core.trajectory import Fate, PolicyVersion, Prompt, TrajectoryGroup
 from pace_lightning.rollout.engine import Completion, RolloutEngine, Sampling
-from pace_lightning.rollout.groups import NothingToLearnError
+from pace_lightning.rollout.groups import NothingToLearnError, evaluation_metrics
 from pace_lightning.rollout.publication import PublishReport
+from pace_lightning.rollout.rollouts import Rollout
 from pace_lightning.rollout.supervision import Patience
 from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.ranks import ALONE, Ranks
+from pace_lightning.training.saved_rollouts import restore
 from pace_lightning.training.stream import EvaluationStream, Prompts, TrajectoryStream
 
 log = logging.getLogger(__name__)
@@ -136,6 +140,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._max_empty_groups = max_empty_groups
         self._num_redrawn = 0
         self._groups_per_step: int = stream["groups_per_step"]
+        self._limits = {"group_size": group_size, "max_new_tokens": sampling.max_new_tokens}
         self._mask_truncated: bool = stream["mask_truncated"]
         self._drawn: list[TrajectoryGroup] = []
         self._published: PolicyVersion | None = None
@@ -189,27 +194,37 @@ class RolloutDataModule(pl.LightningDataModule):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Prompts, ledger and the admission policy's memory; primitives only."""
-        with self._books:  # the rollout thread settles prompts meanwhile
+        """Prompts, ledger, ready groups, unfinished responses, the admission policy's memory.
+
+        Of one moment, in which the engine is paused; tensors and primitives.
+        """
+        return self.worker.snapshot(self._state, timeout_seconds=self._publish_timeout_seconds)
+
+    def _state(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        with self._books:
             books = {"prompts": self._prompts.state_dict(), "ledger": self.ledger.state_dict()}
+        # counted when generation ended, and once more when it goes on to the scorer again
+        scored_again = sum(rollout.num_tokens for rollout in rollouts)
         return {
             **books,
             "pool": self.pool.state_dict(),
+            "drawn": [group_state(group) for group in self._drawn],
+            "rollouts": [rollout.state_dict() for rollout in rollouts],
             "tokens_trained": self.tokens_trained,
-            "tokens_generated": self.tokens_generated,
+            "tokens_generated": self.tokens_generated - scored_again,
             "evaluations": dict(self.evaluations),
             "policy_version": self._policy_version(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: unsettled prompts are asked again, first.
+        """Go on from a checkpoint: ready groups are ready, unfinished responses go on first.
 
         Raises:
             ValueError: if the state is damaged, or of another run.
         """
         try:
             self._load(state_dict)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"the checkpoint's state of the rollout side cannot be used ({error!r:.300}); "
                 "remove this checkpoint to go on from the one before it, or start a new run"
@@ -221,8 +236,11 @@ class RolloutDataModule(pl.LightningDataModule):
         for name in ("policy_version", "tokens_trained", "tokens_generated"):
             if type(state[name]) is not int or state[name] < 0:
                 raise ValueError(f"{name} is {state[name]!r:.80}; needed an integer of at least 0")
-        accepted = state["policy_version"] * self._groups_per_step
-        self.pool.load_state_dict(state["pool"], accepted=accepted)
+        version = state["policy_version"]
+        leases = [self._lease() for _ in range(self._prompts.num_outstanding)]
+        groups, rollouts = restore(state, leases, version=version, **self._limits)
+        self.pool.load_state_dict(state["pool"], groups, drawn=version * self._groups_per_step)
+        self.worker.rollouts.interrupted = deque(rollouts)
         self.tokens_trained = state["tokens_trained"]
         self._tokens_generated_before = state["tokens_generated"]
         self.evaluations = dict(state["evaluations"])
@@ -269,6 +287,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._tokens_generated_before + self.worker.num_tokens_generated
 
     @property
+    def oldest_version(self) -> PolicyVersion:
+        """At the last publication: no token that may still be trained on is older."""
+        return self.worker.rollouts.oldest_version
+
+    @property
     def published_version(self) -> PolicyVersion | None:
         """Version of the engine's weights; None before the first publication."""
         return self._published
@@ -296,19 +319,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 sampling=self._eval_sampling,
                 timeout_seconds=self._eval_timeout_seconds,
             )
-        scores = [score for result in results for score in result.scores]
-        if not scores:
-            raise RuntimeError(
-                f"not one of {len(results)} evaluation prompts could be scored; the last error: "
-                f"{results[-1].error}"
-            )
-        completions = [completion for result in results for completion in result.completions]
-        metrics = {
-            "pass_rate": sum(scores) / len(scores),
-            "scored_share": sum(bool(result.scores) for result in results) / len(results),
-            "response_tokens": sum(len(c.token_ids) for c in completions) / len(completions),
-            "truncated_share": sum(c.truncated for c in completions) / len(completions),
-        }
+        metrics = evaluation_metrics(results)
         self.evaluations[self._policy_version()] = metrics
         return metrics
 
@@ -322,8 +333,9 @@ class RolloutDataModule(pl.LightningDataModule):
         for group in [*self._drawn, *self.pool.drain()]:
             self._settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
         self._drawn = []
-        for uid in self.ledger.pending:  # in flight when the rollout thread ended
-            self._settle(uid, Fate.UNUSED, 0)
+        tokens = {rollout.uid: rollout.num_tokens for rollout in self.worker.rollouts.unended()}
+        for uid in self.ledger.pending:  # in flight when training ended
+            self._settle(uid, Fate.UNUSED, tokens.get(uid, 0))
         self.ledger.check()
 
     def close(self) -> None:

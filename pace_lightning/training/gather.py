@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pace_lightning.training.lora import merged_weights
+
 BUCKET_BYTES = 1 << 30
 """Of whole parameters on the device at once; a single larger parameter is a bucket of its own."""
 
@@ -24,22 +26,22 @@ Named = tuple[str, nn.Parameter]
 def gather_weights(
     model: nn.Module, *, keep: bool, bucket_bytes: int = BUCKET_BYTES
 ) -> Mapping[str, Tensor]:
-    """The parameters by name.
+    """The parameters by the names that an engine knows, with adapters merged in.
 
     Called by all ranks together if they are partitioned.
 
     Args:
         model: the policy.
-        keep: whether this rank wants them; the others only take part.
+        keep: whether this rank wants what has to be gathered; the others only take part.
         bucket_bytes: see `BUCKET_BYTES`.
 
     Returns:
-        Nothing on a rank that does not keep them; else views of the parameters where they are
-        whole, and copies in host memory where they are not.
+        See `merged_weights` where they are whole; else copies in host memory, or nothing on a rank
+        that does not keep them.
     """
     named = list(model.named_parameters())
     if not is_partitioned(model):
-        return {name: parameter.data for name, parameter in named} if keep else {}
+        return merged_weights(model)
     weights: dict[str, Tensor] = {}
     for bucket in buckets(named, bucket_bytes):
         for name, whole in _whole(bucket):

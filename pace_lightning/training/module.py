@@ -15,7 +15,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.batch_advantages import score_square_norm_proxy
@@ -34,17 +33,18 @@ from pace_lightning.core.objective import (
     prepare,
 )
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
-from pace_lightning.core.step_size import effective_sample_size
+from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.rollouts import Leaving
+from pace_lightning.training import gradients, lora
+from pace_lightning.training.gradients import NonFiniteLossError
+from pace_lightning.training.optimizer import adamw
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
 from pace_lightning.training.ranks import ALONE, Ranks, gather_vectors
 from pace_lightning.training.score_norms import exact_score_square_norms
 from pace_lightning.training.step_statistics import StepStatistics
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient became NaN or infinite."""
 
 
 class PolicyModule(pl.LightningModule):
@@ -68,7 +68,9 @@ class PolicyModule(pl.LightningModule):
             learning rate of its step (`step_size.ess_scale`); None: 1.
         stale_budget: the learning rate times the mean lag of the draw, in versions, is at most
             this; None: no limit.
-        reference: frozen causal LM of the KL penalty, or None.
+        lifetime_budget: the learning rates of all steps sum to at most this: each step takes no
+            more than its part of what is left; None: no limit.
+        reference: frozen causal LM of the KL penalty; None: the policy without its adapters.
         kl_coef: weight of the k3 penalty.
         chunk_tokens: vocabulary rows held in memory at once.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -92,6 +94,7 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: float = 1.0,
         rate_scale: Callable[[Tensor], float] | None = None,
         stale_budget: float | None = None,
+        lifetime_budget: float | None = None,
         reference: Any = None,
         kl_coef: float = 0.0,
         chunk_tokens: int = 1024,
@@ -113,6 +116,7 @@ class PolicyModule(pl.LightningModule):
         self._max_grad_norm = max_grad_norm
         self._rate_scale = rate_scale
         self._stale_budget = stale_budget
+        self._lifetime_budget = lifetime_budget
         self._kl_coef = kl_coef
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
@@ -123,6 +127,8 @@ class PolicyModule(pl.LightningModule):
         self._cumulated_rate = 0.0
         self.step_metrics: dict[str, float] = {}
         """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        if kl_coef and reference is None and not lora.adapted_layers(policy):
+            raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
             checkpoint_layers(policy)
 
@@ -137,14 +143,14 @@ class PolicyModule(pl.LightningModule):
         return self._statistics.lag0_gap
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters under the names that an engine knows; views, not copies."""
-        return {name: parameter.data for name, parameter in self.policy.named_parameters()}
+        """The parameters under the names that an engine knows; see `merged_weights`."""
+        return lora.merged_weights(self.policy)
 
     def on_train_start(self) -> None:
         """Move the reference along (Lightning moves submodules only), begin with these weights."""
         if self._reference[0] is not None:
             self._reference[0].to(self.device)
-        self._proximal.begin(self.policy_version, self.weights())
+        self._proximal.begin(self.policy_version, lora.trained_weights(self.policy))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What is remembered beside the weights."""
@@ -170,9 +176,7 @@ class PolicyModule(pl.LightningModule):
             (terms,) = self._prepare([batch], [logprobs.detach()])
         penalty = None
         if self._kl_coef:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference[0], batch)
-            kl = k3_kl(logprobs, reference)
+            kl = k3_kl(logprobs, self._reference_logprobs(batch))
             penalty = self._kl_coef * kl
             self._statistics.sums["kl"] += float(kl.detach()[batch.loss_mask].sum())
         loss = objective_loss(self._objective, logprobs, terms, penalty=penalty)
@@ -185,7 +189,7 @@ class PolicyModule(pl.LightningModule):
         self._statistics.record(batch, terms, logprobs.detach(), entropies, float(loss.detach()))
         if not math.isfinite(self._statistics.sums["ratio_sum"]):
             raise NonFiniteLossError(f"a log-prob of step {batch.version} is not finite")
-        return loss * self._averaging_factor()
+        return loss * gradients.averaging_factor(self.trainer, self._ranks.size)
 
     def configure_gradient_clipping(
         self,
@@ -198,17 +202,9 @@ class PolicyModule(pl.LightningModule):
         Done here and not by Lightning, which refuses fused optimizers under mixed precision,
         although bfloat16 needs no unscaling. DeepSpeed clips what it has partitioned itself.
         """
-        if self._engine is None:
-            norm = clip_grad_norm_(self.policy.parameters(), self._max_grad_norm or math.inf)
-            self._record_norm(float(norm))
-
-    def _record_norm(self, norm: float) -> None:
-        if not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient norm of step {self.policy_version} is {norm}; lower "
-                "optim.learning_rate"
-            )
-        self._statistics.sums["gradient_norm"] = norm
+        if gradients.deepspeed_engine(self.trainer) is None:
+            norm = gradients.clip_gradients(self.policy.parameters(), self._max_grad_norm)
+            self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
 
     def optimizer_step(
         self,
@@ -241,14 +237,30 @@ class PolicyModule(pl.LightningModule):
                 group["lr"] = rate
         if not self._is_last:
             return
-        if self._engine is not None:
-            self._record_norm(float(self._engine.get_global_grad_norm()))
+        if (norm := gradients.deepspeed_norm(self.trainer)) is not None:
+            self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
-            self.weights(),
+            lora.trained_weights(self.policy),
             active_share=self._statistics.active_share,
         )
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """Scores what weights that are about to be replaced have sampled; None: nobody asks."""
+        if not isinstance(self._proximal, InterruptionScores):
+            return None
+        context = self.trainer.precision_plugin.forward_context
+        return self._proximal.leaver(self._compute_elsewhere, context)
+
+    def published(
+        self, weights: Mapping[str, Tensor], version: PolicyVersion, *, oldest: PolicyVersion
+    ) -> None:
+        """These weights, with adapters the present ones, sample now; see `ProximalSource`."""
+        if lora.adapted_layers(self.policy):  # then the proximal policy knows of nothing else
+            weights = lora.trained_weights(self.policy)
+        self._proximal.published(version, weights, oldest_version=oldest)
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
@@ -268,19 +280,14 @@ class PolicyModule(pl.LightningModule):
             logger.log_metrics(metrics, step=self.policy_version)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with linear warm-up and then a constant rate."""
-        optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=self._learning_rate,
-            betas=self._betas,
+        """See `adamw`."""
+        return adamw(
+            lora.trained_parameters(self.policy).values(),
+            learning_rate=self._learning_rate,
             weight_decay=self._weight_decay,
-            fused=True,
+            betas=self._betas,
+            warmup_steps=self._warmup_steps,
         )
-        warmup = max(1, self._warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warmup)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _prepare_draw(self, batches: list[TrainBatch]) -> None:
         """The pass before the first backward pass, and the terms of all micro-batches."""
@@ -313,6 +320,10 @@ class PolicyModule(pl.LightningModule):
     def _compute(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
         return self._score(batch, weights)[0]
 
+    def _compute_elsewhere(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
+        with other_weights(self.policy, weights):
+            return self._logprobs(self.policy, batch.to(self.device))[0]
+
     @contextmanager
     def _prepass(self) -> Iterator[None]:
         """Around whatever passes through the network beside the training pass.
@@ -332,6 +343,14 @@ class PolicyModule(pl.LightningModule):
     ) -> tuple[Tensor, Tensor]:
         with self._prepass(), torch.no_grad(), other_weights(self.policy, weights):
             return self._logprobs(self.policy, batch, **options)
+
+    def _reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        reference = self._reference[0]
+        if reference is None:
+            with lora.without_adapters(self.policy):
+                return self._logprobs(self.policy, batch)[0]
+        with torch.no_grad():
+            return self._logprobs(reference, batch)[0]
 
     def _score_square_norms(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
         if self._objective.opob is None:
@@ -355,14 +374,14 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        if self._stale_budget is not None and (lag := self._mean_lag()) * scheduled > 0:
-            factor = min(factor, self._stale_budget / (lag * scheduled))
-        return factor
-
-    def _mean_lag(self) -> float:
-        """Versions between the trained tokens of the draw and the present weights."""
-        sums = self._statistics.sums
-        return sums["lag"] / max(sums["tokens"], 1.0)
+        lifetime = self._lifetime_budget
+        limit = largest_rate(
+            mean_lag_versions=0.0 if self._stale_budget is None else self._statistics.mean_lag,
+            stale_budget=self._stale_budget,
+            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_steps=self.trainer.max_steps - self.policy_version,
+        )
+        return min(factor, limit / scheduled) if scheduled else factor
 
     def _logprobs(
         self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
@@ -379,19 +398,3 @@ class PolicyModule(pl.LightningModule):
             chunk_tokens=self._chunk_tokens,
             statistic=statistic,
         )
-
-    @property
-    def _engine(self) -> Any:
-        """DeepSpeed's, which accumulates, clips and steps by itself; None without it."""
-        strategy = self.trainer.strategy
-        return strategy.model if strategy.handles_gradient_accumulation else None
-
-    def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that are taken; the loss is a sum of shares.
-
-        Lightning divides by the micro-batches, DeepSpeed does so again, and all strategies average
-        the gradients of the ranks.
-        """
-        micro_batches = self.trainer.accumulate_grad_batches
-        divisions = 1 if self._engine is None else 2
-        return float(micro_batches**divisions * self._ranks.size)

@@ -1,7 +1,8 @@
 """Proximal policies that hold weights: an average of all versions, or a copy of each live one.
 
-Both satisfy `core.proximal_sources.ProximalSource`. They hold parameters and no buffers, and know
-the model only by the names of its parameters. `other_weights` lends weights to it for one pass.
+Both satisfy `core.proximal_sources.ProximalSource`. They hold the parameters that are trained (with
+adapters: those alone) and no buffers, and know the model only by their names. `other_weights` lends
+weights to it for one pass.
 
 Under data parallelism each rank holds its own, equal copies. Sharded parameters are not supported.
 """
@@ -9,7 +10,8 @@ Under data parallelism each rank holds its own, equal copies. Sharded parameters
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.proximal_sources import Compute
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.weights import manifest_differences
+from pace_lightning.training.lora import trained_parameters
 
 
 @contextmanager
@@ -32,7 +35,8 @@ def other_weights(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Ite
 
     Args:
         model: any module.
-        weights: every parameter, by the names of ``named_parameters``; None: the present ones.
+        weights: every trained parameter, by the names of ``named_parameters``; None: the present
+            ones.
 
     Raises:
         ValueError: if names or shapes differ; then nothing was changed.
@@ -41,7 +45,7 @@ def other_weights(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Ite
         if weights is None:
             yield
             return
-        parameters = dict(model.named_parameters())
+        parameters = trained_parameters(model)
         _check_manifest(parameters, weights)
         present = {name: parameter.data for name, parameter in parameters.items()}
         try:
@@ -156,6 +160,15 @@ class EwmaPolicy:
         for name, mean in self._mean.items():
             mean.lerp_(parameters[name].to(mean), 1 / self._weight)
 
+    def published(
+        self,
+        version: PolicyVersion,
+        parameters: Mapping[str, Tensor],
+        *,
+        oldest_version: PolicyVersion,
+    ) -> None:
+        """Nothing to do: the mean is of all versions, published or not."""
+
     def metrics(self) -> dict[str, float]:
         """``lag_versions`` and the number of ``resets``."""
         return {"lag_versions": self._lag, "resets": float(self._resets)}
@@ -183,7 +196,7 @@ class EwmaPolicy:
             for name, mean in self._mean.items():
                 mean.copy_(parameters[name])
         else:
-            self._mean = _copies(parameters, self._device, self._dtype)
+            self._mean = copies_of(parameters, self._device, self._dtype)
         self._weight = 1.0
         self._lag = 0.0
 
@@ -194,16 +207,13 @@ class SnapshotStore:
     The exact proximal policy of arXiv:2605.12070, route a. prox/mu is then the discrepancy between
     trainer and engine alone, pi/prox the staleness alone.
 
-    Memory: one copy of the weights per version that is live, the present one included; at most
-    ``max_versions``. Where nothing else is live any more, that is one. Time: one copy per step; per
-    batch and older version in it, one pass without gradient over the rows that have tokens of that
-    version, and where the copies are not on the model's device, their way there.
+    Memory: one copy of the weights for each published version that may still be in a token: ready,
+    in flight, or sampling now; at most ``max_versions``. Time: one copy per publication; per
+    micro-batch and older version in it, one pass without gradient over the rows that have tokens of
+    that version, and where the copies are not on the model's device, their way there.
 
     Args:
-        is_live: whether tokens of a version may still come to training: in the pool, in flight,
-            being scored, or still to be sampled because the engine has that version. A version for
-            which it is False when a step ends is dropped for good. The newest one is kept anyway.
-        max_versions: copies at most; beyond it the oldest is dropped.
+        max_versions: copies at most; beyond it the oldest is dropped. None: no bound.
         missing: what becomes of trained tokens whose version was dropped: ``error``, or
             ``behavior``: prox = mu for them, counted in ``missing_tokens``.
         device: where the copies live; None: with the parameters.
@@ -212,31 +222,27 @@ class SnapshotStore:
     def __init__(
         self,
         *,
-        is_live: Callable[[PolicyVersion], bool],
-        max_versions: int,
+        max_versions: int | None = None,
         missing: Literal["error", "behavior"] = "error",
         device: torch.device | str | None = "cpu",
     ) -> None:
-        if max_versions < 1:
-            raise ValueError(f"max_versions is {max_versions}; at least the present one is kept")
+        if max_versions is not None and max_versions < 1:
+            raise ValueError(f"max_versions is {max_versions}; the version that samples is kept")
         if missing not in ("error", "behavior"):
             raise ValueError(f"missing is {missing!r}; needed 'error' or 'behavior'")
-        self._is_live = is_live
         self._max_versions = max_versions
         self._missing = missing
         self._device = device
-        self._copies: dict[PolicyVersion, dict[str, Tensor]] = {}  # oldest first
+        self._copies: dict[PolicyVersion, dict[str, Tensor]] = {}
         self._missing_tokens = 0
 
     @property
     def versions(self) -> list[PolicyVersion]:
         """What is kept, oldest first."""
-        return list(self._copies)
+        return sorted(self._copies)
 
     def begin(self, version: PolicyVersion, parameters: Mapping[str, Tensor]) -> None:
-        """Keep the first weights, or go on with what was loaded."""
-        self._copies.pop(version, None)
-        self._keep(version, parameters)
+        """Nothing to do: copies come from publications, or from a checkpoint."""
 
     def logprobs(
         self, batch: TrainBatch, compute: Compute, policy_logprobs: Tensor | None = None
@@ -273,11 +279,23 @@ class SnapshotStore:
         *,
         active_share: float | None = None,
     ) -> None:
-        """Drop what is no longer live, then keep a copy of the new weights."""
+        """Nothing to do: weights that are not published sample nothing."""
+
+    def published(
+        self,
+        version: PolicyVersion,
+        parameters: Mapping[str, Tensor],
+        *,
+        oldest_version: PolicyVersion,
+    ) -> None:
+        """Drop what no token has any more, then keep a copy of what samples now."""
         for old in self.versions:
-            if not self._is_live(old):
+            if old < oldest_version or old == version:
                 del self._copies[old]
-        self._keep(version, parameters)
+        limit = math.inf if self._max_versions is None else self._max_versions
+        while len(self._copies) >= limit:  # first, so that the bound holds always
+            del self._copies[min(self._copies)]
+        self._copies[version] = copies_of(parameters, self._device)
 
     def metrics(self) -> dict[str, float]:
         """Number of ``versions`` kept, their ``bytes``, ``missing_tokens`` since the start."""
@@ -289,10 +307,9 @@ class SnapshotStore:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ProximalSource.state_dict`.
+        """See `ProximalSource.state_dict`: all copies, as tokens of their versions come back too.
 
-        A run whose checkpoint holds no generated tokens, because they are generated again, has no
-        need of it: `begin` keeps the only live version.
+        The first publication after a resume drops those that no token needs.
         """
         copies = {version: dict(weights) for version, weights in self._copies.items()}
         return {"copies": copies, "missing_tokens": self._missing_tokens}
@@ -300,19 +317,10 @@ class SnapshotStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ProximalSource.load_state_dict`."""
         self._copies = {
-            version: _copies(weights, self._device) for version, weights in state["copies"].items()
+            version: copies_of(weights, self._device)
+            for version, weights in state["copies"].items()
         }
         self._missing_tokens = state["missing_tokens"]
-
-    def _keep(self, version: PolicyVersion, parameters: Mapping[str, Tensor]) -> None:
-        if self._copies and version <= max(self._copies):
-            raise ValueError(
-                f"version {version} comes after version {max(self._copies)} was kept; needed a "
-                "newer one: call after_step once per optimizer step, in order"
-            )
-        while len(self._copies) >= self._max_versions:  # first, so that the bound holds always
-            del self._copies[min(self._copies)]
-        self._copies[version] = _copies(parameters, self._device)
 
 
 def rows_with(batch: TrainBatch, own: Tensor) -> TrainBatch:
@@ -331,11 +339,12 @@ def rows_with(batch: TrainBatch, own: Tensor) -> TrainBatch:
     return part
 
 
-def _copies(
+def copies_of(
     parameters: Mapping[str, Tensor],
     device: torch.device | str | None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
+    """Copies on a device, in a dtype; None: as they are."""
     return {
         name: tensor.detach().to(
             device=device or tensor.device, dtype=dtype or tensor.dtype, copy=True

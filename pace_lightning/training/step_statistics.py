@@ -76,6 +76,11 @@ class StepStatistics:
         return torch.cat(self._log_ratios)
 
     @property
+    def mean_lag(self) -> float:
+        """Versions between the trained tokens of the draw and the weights."""
+        return self.sums["lag"] / max(self.sums["tokens"], 1.0)
+
+    @property
     def active_share(self) -> float:
         """Share of the trained tokens that nothing cuts off."""
         return self.sums["active_sum"] / max(self.sums["tokens"], 1.0)

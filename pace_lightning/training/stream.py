@@ -37,6 +37,11 @@ class Prompts(Protocol):
         """The prompt's group ended."""
         ...
 
+    @property
+    def num_outstanding(self) -> int:
+        """Prompts leased and not settled, those that a restore has yet to lease again included."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
         ...

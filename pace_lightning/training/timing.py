@@ -11,10 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
 from pace_lightning.core.batch import TrainBatch
 
-PARTS = ("setup", "wait", "train", "pacing", "publish", "evaluate", "checkpoint")
+PARTS = (
+    *("setup", "wait", "train", "pacing", "publish", "bookkeeping"),
+    *("evaluate", "checkpoint", "close"),
+)
 
 
 class TimeLedger(pl.Callback):
@@ -22,7 +26,9 @@ class TimeLedger(pl.Callback):
 
     Must be the first callback, so that "train" ends before others begin.
 
-    ``setup`` runs from construction to the first hook; ``other`` is what is left of the wall clock.
+    ``setup`` runs from construction to the first hook; ``bookkeeping`` is what lies between two
+    training steps: logging, and making the next batch; ``close`` ends engine and
+    scoring processes; ``other`` is what is left of the wall clock.
     """
 
     def __init__(self) -> None:
@@ -78,7 +84,11 @@ class TimeLedger(pl.Callback):
         batch: TrainBatch,
         batch_idx: int,
     ) -> None:
-        """They ended."""
+        """They ended; other callbacks and the next batch come."""
+        self._enter("bookkeeping")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """There is no next batch."""
         self._leave()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,6 +98,8 @@ class TimeLedger(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """It ended."""
         self._leave()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._enter("bookkeeping")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -96,6 +108,7 @@ class TimeLedger(pl.Callback):
         self._leave()
 
     def _enter(self, part: str) -> None:
+        self._leave()
         self._open = (part, time.monotonic())
 
     def _leave(self) -> str | None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 
-from pace_lightning.rollout.flights import Flight
+from pace_lightning.rollout.rollouts import Rollout
 
 EXIT_CODE = 75
 GRACE_SECONDS = 60.0
@@ -37,8 +37,10 @@ TRAINER_WAITS: dict[str | None, tuple[str, str]] = {
     "train": ("computes a micro-batch", "trainer.micro_batches"),
     "pacing": ("sleeps", "trainer.min_step_seconds"),
     "publish": ("waits for the engine to take weights", "engine.publish_timeout_seconds"),
+    "bookkeeping": ("logs, or makes the next batch", "trainer.watchdog_seconds"),
     "evaluate": ("waits for the engine and the scorer to evaluate", "eval.timeout_seconds"),
     "checkpoint": ("waits for the disk", "trainer.checkpoint_every_steps"),
+    "close": ("waits for engine and scorer to end", "trainer.watchdog_seconds"),
     None: ("is between two activities", "trainer.watchdog_seconds"),
 }
 """What each part of the time ledger is waiting for, and the setting that bounds it."""
@@ -54,7 +56,7 @@ def who_waits(
     trainer: tuple[str, float] | None,
     rollout: str,
     num_ready: int,
-    flights: Sequence[Flight],
+    rollouts: Sequence[Rollout],
 ) -> str:
     """The report.
 
@@ -63,20 +65,20 @@ def who_waits(
         trainer: part of the time ledger that the main thread is in, and since when.
         rollout: what the worker says of itself.
         num_ready: groups in the pool.
-        flights: groups in flight.
+        rollouts: groups in flight.
     """
     now = time.monotonic()
     part, since = trainer or (None, None)
     does, setting = TRAINER_WAITS.get(part, TRAINER_WAITS[None])
     lasting = "" if since is None else f" for {now - since:.1f} s"
-    settings = sorted({setting} | {flight.setting for flight in flights})
+    settings = sorted({setting} | {rollout.setting for rollout in rollouts})
     return "\n".join(
         [
             f"no progress for {limit_seconds:g} s (trainer.watchdog_seconds); the run is ended",
             f"  trainer: {does}{lasting}",
             f"  rollout: {rollout}",
             f"  pool: {num_ready} groups ready",
-            *(f"  {flight.describe(now)}" for flight in flights),
+            *(f"  {rollout.describe(now)}" for rollout in rollouts),
             "  if it is slow and not stuck, raise trainer.watchdog_seconds; these settings bound "
             f"what is waited for: {', '.join(settings)}",
         ]

@@ -10,6 +10,7 @@ With many ranks, all of them gather the weights, rank 0 publishes, and the other
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -73,6 +74,10 @@ class WeightSync(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Publish the initial or restored weights, unless an evaluation did; begin to dispatch."""
+        assert isinstance(pl_module, PolicyModule)
+        leaving = pl_module.leaving
+        if leaving is not None and self._datamodule is not None:
+            self._datamodule.worker.before_loads(leaving)
         if self._lag_versions or self._ranks.share(lambda: self._lacks(trainer.global_step)):
             self._publish_lagged(pl_module)
         if self._datamodule is not None:
@@ -147,15 +152,20 @@ class WeightSync(pl.Callback):
         """Publish the weights of a version; None: the present ones."""
         assert isinstance(module, PolicyModule)
         now = module.policy_version
+        version = now if version is None else version
         with self._publishing():
-            whole = self._gather(module) if weights is None else weights
-            self._ranks.share(lambda: self._send(whole, now if version is None else version, now))
+            weights = self._gather(module) if weights is None else weights
+            oldest = self._ranks.share(functools.partial(self._send, weights, version, now))
+            module.published(weights, version, oldest=oldest)
 
     def _gather(self, module: PolicyModule) -> Mapping[str, Tensor]:
         return gather_weights(module.policy, keep=self._datamodule is not None)
 
-    def _send(self, weights: Mapping[str, Tensor], version: PolicyVersion, now: int) -> None:
-        """Rank 0's part of a publication."""
+    def _send(
+        self, weights: Mapping[str, Tensor], version: PolicyVersion, now: PolicyVersion
+    ) -> PolicyVersion:
+        """Rank 0's part of a publication; the oldest version that may still be trained on."""
         assert self._datamodule is not None
         self._datamodule.start()
         self.last_report = self._datamodule.publish(weights, version, clock=now)
+        return self._datamodule.oldest_version

@@ -414,14 +414,24 @@ def test_the_memory_of_the_policy_lives_in_the_pool_and_in_the_checkpoint():
     fill(pool, 4)
     for version in range(2):
         pool.draw(1, version=version, timeout_seconds=5)
-    assert pool.state_dict() == {"policy_state": {"draws": 2}}
+    assert pool.state_dict()["policy_state"] == {"draws": 2}
     resumed = make_pool(ShedOldest(0))
-    resumed.load_state_dict(pool.state_dict(), accepted=20)
+    resumed.load_state_dict(pool.state_dict(), [], drawn=20)
     assert resumed.num_accepted == 20
     resumed.put(make_group(0))
     resumed.draw(1, version=2, timeout_seconds=5)
-    assert resumed.state_dict() == {"policy_state": {"draws": 3}}
+    assert resumed.state_dict()["policy_state"] == {"draws": 3}
     assert resumed.num_accepted == 21
+
+
+def test_ready_groups_of_a_checkpoint_are_ready_in_their_order_and_count_as_accepted():
+    pool = make_pool()
+    groups = fill(pool, 3)
+    resumed = make_pool()
+    resumed.load_state_dict(pool.state_dict(), groups, drawn=4)
+    assert (len(resumed), resumed.num_accepted) == (3, 7)
+    drawn, _ = resumed.draw(3, version=2, timeout_seconds=0)
+    assert drawn == groups
 
 
 # --- conservation --------------------------------------------------------------------------------

@@ -126,8 +126,12 @@ METHODS_WITH_A_MEMORY = (
 
 @pytest.mark.parametrize(
     ("method", "published"),
-    [((), {4, 5, 6, 7, 8}), (METHODS_WITH_A_MEMORY, {1, 2, 3, 4, 5})],
-    ids=["plain", "with a memory"],
+    [
+        ((), {4, 5, 6, 7, 8}),
+        (METHODS_WITH_A_MEMORY, {1, 2, 3, 4, 5}),
+        (("model.lora.rank=4", "loss.kl_coef=0.01"), {4, 5, 6, 7, 8}),
+    ],
+    ids=["plain", "with a memory", "adapters"],
 )
 def test_resumed_training_equals_training_without_a_break_bit_for_bit(
     tmp_path: Path,

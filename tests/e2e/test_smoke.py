@@ -60,8 +60,8 @@ SUMMARY_FIELDS = {
 }
 
 TIME_PARTS = {
-    *("setup", "wait", "train", "pacing", "publish", "evaluate", "checkpoint"),
-    *("other", "total"),
+    *("setup", "wait", "train", "pacing", "publish", "bookkeeping", "evaluate", "checkpoint"),
+    *("close", "other", "total"),
 }
 
 
@@ -208,7 +208,7 @@ def test_the_summary_has_the_documented_fields_and_its_sums_close(run_dir: Path)
     parts = sum(value for part, value in seconds.items() if part != "total")
     assert parts == pytest.approx(seconds["total"], rel=0.01)
     assert all(value >= 0 for value in seconds.values())
-    assert seconds["other"] < 0.3 * seconds["total"], "the parts explain too little"
+    assert seconds["other"] < 0.2 * seconds["total"], "the parts explain too little"
     fates, tokens = summary["fates"], summary["fates_tokens"]
     assert summary["fates_unit"] == "groups"
     assert fates["trained"] == STEPS * GROUPS_PER_STEP
@@ -228,7 +228,9 @@ def test_a_run_directory_that_holds_a_run_is_refused_and_left_alone(
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     assert main(["train", SMOKE, f"run_dir={run_dir}"]) == 2
-    assert f"resume {run_dir}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "choose another run_dir" in message
+    assert "resume" not in message, "there is no checkpoint to resume from"
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 

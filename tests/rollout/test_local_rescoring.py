@@ -19,8 +19,8 @@ from local_engines import (
 
 from pace_lightning.core.pace import rescore
 from pace_lightning.rollout import local_rescoring
-from pace_lightning.rollout.engine import RequestError, Sampling
-from pace_lightning.rollout.local_requests import Request, Response
+from pace_lightning.rollout.engine import PartialResponse, RequestError, Sampling
+from pace_lightning.rollout.local_requests import Request, Submission
 from pace_lightning.rollout.local_rescoring import PrefillScorer
 
 
@@ -178,10 +178,12 @@ def test_a_prefill_that_begins_again_is_scored_once_from_its_beginning():
     # what continuous batching does with a sequence that it had to evict in the middle
     policy, step = make_policy(0), SimpleNamespace(state=SimpleNamespace(request_id="a"))
     tokens = [9, 4, 7, 7, 3]
-    response = Response(tokens=tokens, logprobs=[-1.0, -2.0, -0.5, -3.0, -0.25], offset=5)
-    request = Request(PROMPT, Sampling(20), [response], finished=None, ids={"a": response})
+    response = PartialResponse(tokens, [-1.0, -2.0, -0.5, -3.0, -0.25], [0] * 5)
+    ids = {"a": Submission(response, offset=5)}
+    request = Request(PROMPT, Sampling(20), [response], finished=None, ids=ids)
     scorer = PrefillScorer(policy, lambda: [step])
-    scorer.expect([request])
+    scorer.expect(request, "a")
+    assert response.unscored
     whole = [*PROMPT, *tokens]
     for length in (len(PROMPT) + 3, len(whole)):
         step.state.position_offset = step.query_length = length
@@ -190,6 +192,7 @@ def test_a_prefill_that_begins_again_is_scored_once_from_its_beginning():
     policy(input_ids=torch.tensor([whole]))  # once more, when its tokens are evicted again
     new = trainer_logprobs(policy, PROMPT, SimpleNamespace(token_ids=tokens))
     assert_events(response.rescores, [rescore(response.logprobs, new.tolist())])
+    assert not response.unscored
 
 
 @pytest.mark.slow

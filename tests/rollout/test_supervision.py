@@ -116,8 +116,7 @@ def test_a_late_group_is_asked_once_more_for_the_response_that_is_missing(make_r
     assert [request.n for request in rig.engine.requests[:2]] == [3, 1]
     assert rig.engine.requests[0].cancelled
     prompt = group.prompt.token_ids
-    # the two that were finished, and the first response of the second request
-    expected = [tuple(scripted_tokens(prompt, 0, sample)) for sample in (0, 1, 0)]
+    expected = [tuple(scripted_tokens(prompt, 0, sample)) for sample in (0, 1, 2)]
     assert [t.token_ids for t in group.trajectories] == expected
     assert rig.worker.incidents == Incidents(retried_stragglers=1)
 
@@ -410,6 +409,37 @@ def test_finished_responses_survive_a_restart_and_only_the_others_are_asked_agai
     assert sorted(request.n for request in rig.engine.requests[2:4]) == [1, 3]
 
 
+def test_what_had_come_of_a_response_survives_a_restart(make_rig):
+    rig = mortal(make_rig, default=HOLD, dispatch=FixedSlots(1))
+    rig.publish(0)
+    rig.worker.train()
+    (request,) = rig.engine.await_live(1)
+    rig.publish(1)
+    (rollout,) = rig.worker.rollouts.present()
+    assert [response.versions for response in rollout.responses] == [[0, 0]] * 2
+    rig.engine.default = FINISH
+    request.finish(dies())
+    (group,) = rig.step(1, 1)
+    assert rig.engine.requests[1].continued == [2, 2]
+    for sample, trajectory in enumerate(group.trajectories):
+        assert trajectory.token_versions == (0, 0, 1, 1)
+        tokens = [scripted_tokens(request.prompt, version, sample) for version in (0, 1)]
+        assert trajectory.token_ids == (*tokens[0], *tokens[1])
+
+
+def test_a_failed_request_is_asked_again_without_what_had_come_of_it(make_rig):
+    patience = Patience(max_retries=1)
+    rig = make_rig(ScriptedEngine({1: HOLD}), dispatch=FixedSlots(1), patience=patience).start()
+    rig.publish(0)
+    rig.worker.train()
+    (request,) = rig.engine.await_live(1)
+    rig.publish(1)
+    request.finish(fails())
+    (group,) = rig.step(1, 1)
+    assert rig.engine.requests[1].continued == [0, 0]
+    assert {trajectory.token_versions for trajectory in group.trajectories} == {(1, 1)}
+
+
 def test_a_bug_in_the_engine_is_no_reason_for_a_restart(make_rig):
     error = ValueError("shape mismatch")
     rig = mortal(make_rig, {1: error}, dispatch=FixedSlots(1))
@@ -446,8 +476,6 @@ def test_whatever_dies_or_fails_when_every_prompt_ends_once_and_the_steps_are_ta
             for trajectory in group.trajectories:
                 assert min(trajectory.token_versions) >= 0
         rig.publish(version + 1)
-    rig.worker.stop_training()
-    for group in rig.pool.drain():
-        rig.settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
+    rig.end()
     assert rig.ledger.num_pending == 0
     assert sum(rig.ledger.tokens().values()) == rig.worker.num_tokens_generated

@@ -317,6 +317,39 @@ def test_a_pause_stops_all_tokens_loses_none_and_ends_also_after_an_error(traine
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
 
 
+def test_a_second_request_goes_on_from_what_the_first_had_come_to(trained):
+    async def scenario():
+        responses = []
+        first = await trained.publish_next()
+        task = asyncio.ensure_future(
+            trained.engine.generate(PROMPT, n=8, sampling=Sampling(100), responses=responses)
+        )
+        await trained.tokens(60)
+        task.cancel()
+        await asyncio.wait([task])
+        there = [(r.completed_at, *map(tuple, (r.token_ids, r.logprobs))) for r in responses]
+        for response in responses:
+            response.unscored = bool(response.token_ids) and not response.is_finished
+        second = await trained.publish_next()
+        again = trained.engine.generate(PROMPT, n=8, sampling=Sampling(100), responses=responses)
+        return first, second, there, await again
+
+    first, second, there, completions = trained.run(scenario())
+    assert sum(ended is None and bool(tokens) for ended, tokens, _ in there) >= 4
+    for (ended, tokens, logprobs), completion in zip(there, completions, strict=True):
+        size = len(tokens)
+        assert completion.token_ids[:size] == tokens
+        assert completion.logprobs[:size] == logprobs
+        new = len(completion.token_ids) - size
+        assert completion.versions == (first,) * size + (second,) * new
+        assert completion.completed_at == (second if ended is None else ended)
+        assert_well_formed(completion, 100)
+        expected = expected_logprobs(trained, PROMPT, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+        scored = [size] if size and ended is None else []
+        assert [event.num_tokens for event in completion.rescores] == scored
+
+
 def test_a_cancelled_request_leaves_nothing_behind_in_the_engine(trained):
     async def scenario():
         await trained.publish_next()

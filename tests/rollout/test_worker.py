@@ -213,7 +213,7 @@ def test_a_log_prob_that_is_not_a_number_fails_its_group_and_is_never_trained_on
 
 def test_a_response_too_few_fails_its_group(make_rig):
     class Miser(ScriptedEngine):
-        async def generate(self, prompt, *, n, sampling, finished=None):
+        async def generate(self, prompt, *, n, sampling, responses=None):
             completions = await super().generate(prompt, n=n, sampling=sampling)
             return completions[: 1 if len(self.requests) == 1 else n]
 
@@ -759,13 +759,14 @@ def test_the_data_end_although_the_last_group_failed(make_rig):
         rig.draw(1)
 
 
-def test_stopping_settles_what_is_in_flight_as_unused(make_rig):
+def test_stopping_leaves_what_is_in_flight_in_the_books(make_rig):
     rig = make_rig(dispatch=FixedSlots(3)).train()
     requests = rig.engine.await_live(3)
     requests[0].finish()
     rig.await_ready(1)
     rig.worker.stop_training()
-    assert rig.fates == {"1": Fate.UNUSED, "2": Fate.UNUSED}
+    assert rig.fates == {}
+    assert [rollout.uid for rollout in rig.worker.rollouts.present()] == ["1", "2"]
     assert [request.cancelled for request in requests] == [False, True, True]
     assert rig.worker.num_in_flight == 0
     rig.worker.wake()
@@ -774,7 +775,7 @@ def test_stopping_settles_what_is_in_flight_as_unused(make_rig):
     assert [group.prompt.uid for group in rig.pool.drain()] == ["0"]
 
 
-def test_stopping_settles_what_is_being_scored_with_its_tokens(make_rig):
+def test_what_is_being_scored_at_the_end_is_settled_with_its_tokens(make_rig):
     reached = threading.Event()
 
     async def score(prompt, completions):
@@ -783,7 +784,7 @@ def test_stopping_settles_what_is_being_scored_with_its_tokens(make_rig):
 
     rig = make_rig(ScriptedEngine(), score=score, dispatch=FixedSlots(1)).train()
     assert reached.wait(DEADLINE_SECONDS)
-    rig.worker.stop_training()
+    rig.end()
     assert rig.fates == {"0": Fate.UNUSED}
     assert rig.ledger.tokens() == {"unused": 4}
     assert rig.worker.num_tokens_generated == 4
@@ -1023,9 +1024,7 @@ class Schedule:
             for _ in range(rng.randint(5, 40)):
                 rng.choice(moves)()
             if rng.random() < 0.7:
-                rig.worker.stop_training()
-                for group in rig.pool.drain():
-                    rig.settle(group.prompt.uid, Fate.UNUSED, group.num_tokens)
+                rig.end()
                 assert rig.ledger.num_pending == 0
                 assert sum(rig.ledger.tokens().values()) == rig.worker.num_tokens_generated
         finally:

@@ -7,16 +7,21 @@ A failure names its seed. To see its whole story:
 
 import logging
 import os
+import random
 from collections import Counter
 
 import pytest
-from simulated_run import simulate
+from simulated_run import Scenario, simulate, trained_prompts
+
+from pace_lightning.core.admission import AdmitAll
+from pace_lightning.core.dispatch import AheadBound, FixedSlots
 
 REPLAY = "PACE_SIMULATION_SEED"
 FAST = 100
 """Schedules before each commit; the rest is marked slow."""
 CHUNK, NUM_CHUNKS = 660, 15
 STORY_LINES = 40
+CONTINUED = "groups were continued"
 ENDINGS = {
     "finished",
     "data ended",
@@ -39,7 +44,7 @@ def silence():
 
 def check(seeds):
     """Run these schedules; how often each ending came about."""
-    endings = Counter()
+    endings: Counter[str] = Counter()
     for seed in seeds:
         story = []
         try:
@@ -50,6 +55,7 @@ def check(seeds):
                 f"seed {seed}: {error}\n" + "\n".join(lines) + f"\n\nreplay with "
                 f"{REPLAY}={seed} python -m pytest tests/simulation"
             ) from error
+        endings[CONTINUED] += sum(CONTINUED in line for line in story)
     return endings
 
 
@@ -58,6 +64,7 @@ def test_schedules_keep_every_invariant():
         pytest.skip("replaying one seed")
     endings = check(range(FAST))
     assert {"finished", "data ended", "killed"} <= endings.keys()
+    assert endings[CONTINUED] >= 3
 
 
 @pytest.mark.slow
@@ -68,8 +75,45 @@ def test_many_schedules_keep_every_invariant(chunk):
         pytest.skip("replaying one seed")
     first = FAST + chunk * CHUNK
     endings = check(range(first, first + CHUNK))
+    assert endings[CONTINUED] >= 20
     missed = ENDINGS - endings.keys()
     assert not missed, f"the schedules no longer cover {missed}: {endings}"
+
+
+@pytest.mark.parametrize("mode", ["slots", "ahead", "rounds"])
+def test_a_run_that_is_killed_again_and_again_trains_on_the_prompts_of_one_that_is_not(mode):
+    story = []
+    for seed in range(6):
+        rng = random.Random(seed)
+        size, eta = rng.choice([1, 2, 4]), rng.choice([1, 2])
+        bound = AheadBound(0 if mode == "rounds" else eta, size)
+        scenario = Scenario(
+            groups_per_step=size,
+            micro_batches=1,
+            every_steps=1,
+            admission=AdmitAll(),
+            dispatch=FixedSlots(2 * size) if mode == "slots" else bound,
+            in_rounds=mode == "rounds",
+            num_prompts=8,
+            epochs=2,
+            steps=16 // size + 1,
+            dynamic_sampling=True,
+            evaluate=0.0,
+            checkpoint=1.0,
+            request_fault=0.0,
+            equal_scores=0.0,
+            score_fault=0.0,
+            fatal=0.0,
+            draw_seconds=1e6,
+            publish_seconds=1e6,
+        )
+        whole = trained_prompts(seed, scenario, [], [])
+        kills = [rng.randrange(50, 500) for _ in range(3)]
+        assert trained_prompts(seed, scenario, kills, story) == whole
+        assert whole == {f"{epoch}:{index}": 1 for epoch in range(2) for index in range(8)}
+    assert sum("killed" in line for line in story) >= 6
+    if mode != "rounds":
+        assert any(CONTINUED in line for line in story)
 
 
 @pytest.mark.skipif(REPLAY not in os.environ, reason=f"set {REPLAY} to replay one schedule")

@@ -63,10 +63,12 @@ def test_a_span_inside_another_takes_its_time_out_of_the_outer_one(clock):
         "setup": 42,
         "train": 17,
         "publish": 10,
+        "bookkeeping": 0,
         "wait": 4,
         "pacing": 0,
         "evaluate": 0,
         "checkpoint": 0,
+        "close": 0,
         "other": 0,
         "total": 73,
     }
@@ -166,7 +168,7 @@ class Module(pl.LightningModule):
 
 
 class Loader:
-    """Spends 7 seconds waiting for each batch."""
+    """Spends 7 seconds waiting for each batch, and 17 making it."""
 
     def __init__(self, clock, ledger, length):
         self._clock, self._ledger, self._length = clock, ledger, length
@@ -178,6 +180,7 @@ class Loader:
         for _ in range(self._length):
             with self._ledger.span("wait"):
                 self._clock.advance(7)
+            self._clock.advance(17)
             yield Batch()
 
 
@@ -227,9 +230,11 @@ def test_the_parts_of_a_real_run(clock, tmp_path):
         "train": 4 * 3,
         "pacing": 0,
         "publish": 4 * 11 + 11,
-        "evaluate": 2 * 5,
+        "bookkeeping": 3 * 17,
+        "evaluate": 2 * (17 + 5),
         "checkpoint": 0,
-        "other": 13,
+        "close": 0,
+        "other": 17 + 13,  # before the first step, after the run
         "total": clock.now - 1000,
     }
 
@@ -253,7 +258,7 @@ def test_a_step_that_raises_is_counted_and_nothing_after_it(clock):
         trainer.fit(Module(clock, fail_at=1), Loader(clock, ledger, 4))
     clock.advance(100)
     seconds = ledger.seconds()
-    assert (seconds["train"], seconds["wait"], seconds["other"]) == (6, 14, 100)
+    assert (seconds["train"], seconds["wait"], seconds["other"]) == (6, 14, 117)
     assert_adds_up(ledger)
 
 

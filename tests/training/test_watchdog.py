@@ -10,8 +10,9 @@ import threading
 import time
 
 import pytest
+from scripted import make_prompt
 
-from pace_lightning.rollout.flights import Flights
+from pace_lightning.rollout.rollouts import Rollout, Rollouts
 from pace_lightning.training.watchdog import EXIT_CODE, NoProgressError, Watchdog, who_waits
 
 LIMIT = 0.2
@@ -106,16 +107,16 @@ def test_a_limit_of_0_never_watches():
 
 
 def test_the_report_says_who_waits_for_whom_and_which_setting_to_change():
-    flights = Flights()
-    flights.begin("0:17", "dispatched at version 3")
-    flights.begin("0:18", "dispatched at version 3")
-    flights.score("0:18", 41)
+    rollouts = Rollouts()
+    for uid in ("0:17", "0:18"):
+        rollouts.begin(Rollout(make_prompt(uid)), "dispatched at version 3")
+    rollouts.score("0:18", 41)
     report = who_waits(
         900,
         trainer=("wait", time.monotonic() - 12),
         rollout="rollout thread alive",
         num_ready=2,
-        flights=flights.present(),
+        rollouts=rollouts.present(),
     )
     lines = report.splitlines()
     assert lines[0].startswith("no progress for 900 s (trainer.watchdog_seconds)")
