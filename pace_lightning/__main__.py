@@ -82,7 +82,12 @@ def _run(options: argparse.Namespace) -> int:
         print(config.engine.kind)
         return 0
     if options.command == "config":
-        print(explain(config, cores=len(os.sched_getaffinity(0))))
+        from pace_lightning.model_shape import shape_of
+        from pace_lightning.training.policy import present_model
+
+        place = present_model(config.model.path)
+        shape = None if place is None else shape_of(place)
+        print(explain(config, cores=len(os.sched_getaffinity(0)), shape=shape))
         return 0
     if options.command == "train" and (num_ranks := _ranks_to_launch(config)):
         return launch(num_ranks, _emit)
