@@ -41,17 +41,19 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
 
     Args:
         config: numbers set there win over the defaults.
-        cores: cores this process may use, at least 1.
+        cores: cores of this machine that may be used, at least 1.
 
     Returns:
-        Threads of the trainer and of the engine while both compute, and of either while the other
-        one is idle, which is all cores. A number set for the trainer holds always.
+        Threads of each of the trainer's ranks and of the engine while all compute, and of all ranks
+        together, or of the engine, while the other side is idle: all cores. A number set for the
+        trainer holds always.
     """
     if config.mode == Mode.SYNC:
         trainer = engine = cores
     else:
         trainer = max(1, cores // 2)
         engine = max(1, cores - trainer)
+    trainer = max(1, trainer // config.trainer.devices)
     trainer = config.trainer.num_threads or trainer
     engine = config.trainer.engine_threads or engine
     return trainer, engine, cores
