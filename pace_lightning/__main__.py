@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "resume":
         from pace_lightning.run import resume
 
-        return resume(Path(options.run_dir), _emit)
+        return resume(Path(options.run_dir), _emit, options.overrides)
     if options.command == "compare":
         from pace_lightning.compare.command import compare
 
@@ -107,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     command = commands.add_parser("resume", help="go on from a run's newest checkpoint")
     command.add_argument("run_dir", metavar="RUN_DIR")
+    command.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="settings that change from now on; docs/reliability.md lists those that may",
+    )
     command = commands.add_parser(
         "compare", help="run a grid of experiments and seeds; write a table, plots and a page"
     )

@@ -35,6 +35,7 @@ from pace_lightning.config_explain import (
     shares_prompts,
     thread_layout,
 )
+from pace_lightning.config_load import to_yaml
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
@@ -44,14 +45,16 @@ from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
 from pace_lightning.training.admission_monitor import AdmissionMonitor
+from pace_lightning.training.checkpoint_files import RunCheckpointIO
 from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
 from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import copy_for_engine, load_policy, load_tokenizer
+from pace_lightning.training.random_state import RandomState
 from pace_lightning.training.run_files import RunFiles
-from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
+from pace_lightning.training.timing import Pacing, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
 
@@ -183,6 +186,7 @@ def build(
         OnPolicyCheck(max_gap, config.rollout.temperature, only_at_the_beginning=keeps_cache),
         Pacing(config.trainer.min_step_seconds, time_ledger),
         weight_sync,
+        RandomState(),
         staleness,
         PoolMonitor(run_dir / "draws.jsonl"),
         admission,
@@ -258,7 +262,7 @@ def _trainer(
         ],
         log_every_n_steps=1,
         callbacks=callbacks,
-        plugins=[RunCheckpointIO(time_ledger)],
+        plugins=[RunCheckpointIO(time_ledger, to_yaml(config))],
         enable_checkpointing=bool(config.trainer.checkpoint_every_steps),
         enable_progress_bar=False,
         enable_model_summary=False,
