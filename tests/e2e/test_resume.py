@@ -101,6 +101,7 @@ def test_a_killed_run_is_resumed_to_its_last_step_with_nothing_twice(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_responses_that_a_killed_process_had_begun_go_on_token_by_token_in_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +110,9 @@ def test_responses_that_a_killed_process_had_begun_go_on_token_by_token_in_the_n
         f"run_dir={run_dir}",
         "trainer.steps=30",
         "trainer.checkpoint_every_steps=1",
-        "rollout.max_new_tokens=100",
+        "rollout.max_new_tokens=48",
+        "rollout.group_size=4",
+        "trainer.groups_per_step=2",
         "reward.function=rewards_for_runs:mixed",
         "data.held_out=0",
     ]

@@ -364,7 +364,7 @@ def test_a_torn_file_is_not_taken_for_a_checkpoint(tmp_path, damage):
             file.write(bytes(4096))
     else:
         os.truncate(target, size - 100 if damage == "cut" else 0)
-    with pytest.raises(Exception, match="(?i)check sum|zip"):
+    with pytest.raises(Exception, match=r"(?i)check sum|zip"):
         read_checkpoint(target)
 
 
