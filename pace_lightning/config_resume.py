@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pace_lightning.config import ConfigError
-from pace_lightning.config_load import nearest, show
+from pace_lightning.config_load import show
 
 MAY_CHANGE = {
     "name": "a word for people",
@@ -74,10 +74,9 @@ def check_changes(before: str, now: str, *, version: int) -> list[str]:
         if old.get(key) != new.get(key)
     }
     if fixed := [text for key, text in changed.items() if key not in MAY_CHANGE]:
-        word = next(key for key in changed if key not in MAY_CHANGE)
         raise ConfigError(
-            f"a resumed run cannot change {'; '.join(fixed)}: what it learns from must stay. "
-            f"Start a new run, or change only what may change ({nearest(word, MAY_CHANGE)})"
+            f"a resumed run cannot change {'; '.join(fixed)}: what it learns from must stay. Start "
+            "a new run, or change only what docs/reliability.md lists under Resume"
         )
     if new["trainer.steps"] < version:
         raise ConfigError(
@@ -92,11 +91,14 @@ def _read(text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}  # type: ignore[return-value]
 
 
-def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its dotted key; a list or a free mapping is one setting."""
+def _leaves(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting with its dotted key; a list of plain values is one setting."""
     for key, value in values.items():
         where = f"{path}{key}"
-        if isinstance(value, Mapping) and not key.endswith(("settings", "options")):
-            yield from _leaves(value, f"{where}.")
+        inner = value
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            inner = dict(enumerate(value))
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{where}.")
         else:
             yield where, value
