@@ -1,6 +1,7 @@
 """What it is worth to share the cores: seconds per step under several layouts, side by side.
 
     python benchmarks/core_layout.py [--steps 4] [--rounds 1] [--conf CONF] [key=value ...]
+        [--layouts 0 2 4]
 
 Runs the same experiment under each layout in turn, ``--rounds`` times over, without evaluation.
 Prints the seconds per step (first step and set-up left out) and the ratio to the first layout of
@@ -58,11 +59,19 @@ def main() -> None:
     parser.add_argument("--conf", default="conf/quickstart.yaml")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        type=int,
+        choices=range(len(LAYOUTS)),
+        default=list(range(len(LAYOUTS))),
+        help=", ".join(f"{number}: {name}" for number, name in enumerate(LAYOUTS)),
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every layout")
     options = parser.parse_args()
     for round_number in range(options.rounds):
         base = None
-        for name, (settings, environment) in LAYOUTS.items():
+        for name, (settings, environment) in (list(LAYOUTS.items())[i] for i in options.layouts):
             seconds = seconds_per_step(
                 options.conf, options.steps, [*options.overrides, *settings], environment
             )

@@ -75,7 +75,7 @@ def main() -> None:
 def new_engine(config: Config, policy: Any, tokenizer: Any) -> VLLMEngine:
     """The engine that a run would have."""
     _, threads, _ = thread_layout(config, len(os.sched_getaffinity(0)))
-    engine = engine_of(config, policy, tokenizer, threads)
+    engine = engine_of(config, policy, tokenizer, threads, 0)
     assert isinstance(engine, VLLMEngine), "set engine.kind: vllm"
     return engine
 
@@ -129,7 +129,7 @@ def offline(engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[l
     from vllm import SamplingParams, TokensPrompt
 
     launch = engine._launch
-    serving = ServingDirectory(policy, launch.dtype)
+    serving = ServingDirectory(policy, weights_of(policy), launch.dtype)
     serving.write(weights_of(policy))
     parameters = SamplingParams(
         n=config.rollout.group_size,

@@ -23,6 +23,7 @@ from pace_lightning.core.proximal_sources import (
 from pace_lightning.core.step_size import ess_scale
 from pace_lightning.training.lora import add_adapters
 from pace_lightning.training.module import PolicyModule
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
 
@@ -55,6 +56,7 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         max_grad_norm=optim.max_grad_norm,
         rate_scale=_rate_scale(config),
         stale_budget=optim.stale_budget,
+        lifetime_budget=optim.lifetime_budget,
         reference=_reference(config, policy),
         kl_coef=loss.kl_coef,
         chunk_tokens=config.model.logprob_chunk_tokens,
@@ -86,6 +88,12 @@ def proximal_source(config: Config) -> ProximalSource | None:
     if name == "snapshot":
         return SnapshotStore(
             max_versions=settings["max_versions"],
+            missing=settings["missing"],
+            device="cpu" if settings["offload"] else None,
+        )
+    if name == "interruption":
+        return InterruptionScores(
+            batch_positions=int(settings["batch_positions"]),
             missing=settings["missing"],
             device="cpu" if settings["offload"] else None,
         )

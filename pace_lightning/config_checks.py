@@ -100,6 +100,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.learning_rate": (lambda x: x > 0, "above 0"),
     "optim.max_grad_norm": (lambda x: x >= 0, "at least 0 (0 is no clipping)"),
     "optim.stale_budget": (lambda x: x > 0, "above 0"),
+    "optim.lifetime_budget": (lambda x: x > 0, "above 0"),
     "optim.warmup_steps": (lambda x: x >= 0, "at least 0"),
     "optim.weight_decay": (lambda x: x >= 0, "at least 0"),
     "pace.gamma": (lambda x: x >= 0, "at least 0"),

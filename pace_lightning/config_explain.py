@@ -65,6 +65,8 @@ def choose_engine(config: Config, *, vllm_installed: bool) -> tuple[str, str]:
         return "local", "engine.kind auto: vLLM is not installed"
     if rescores and config.rollout.temperature != 1:
         return "local", "engine.kind auto: vLLM re-scores prefixes at temperature 1 only"
+    if config.loss.proximal == "interruption":
+        return "local", "engine.kind auto: loss.proximal interruption has to see each token in time"
     return "vllm", "engine.kind auto: vLLM is installed"
 
 

@@ -21,6 +21,7 @@ PROXIMAL = {
     "loglinear": "prox = mu^(1/d) pi^(1 - 1/d) with d the lag of the token in versions",
     "linear": "prox = mu / d + (1 - 1/d) pi with d the lag of the token in versions",
     "ewma": "prox, the moving average of all versions",
+    "interruption": "prox, the weights that sampled the token, scored by them before they go",
     "snapshot": "prox, the weights that sampled the token, scored by a copy of them",
 }
 
@@ -83,9 +84,12 @@ def rate_text(config: Config) -> str:
         base = "" if optim.ess_base == 1 else f" / {optim.ess_base:g}"
         share = f"min(1, ESS / responses{base})"
         text += f" x sqrt({share})" if optim.ess_scaling == "sqrt" else f" x {share}"
+    limits = []
     if optim.stale_budget is not None:
-        text = f"min({text}, {optim.stale_budget:g} / mean lag of the step)"
-    return text
+        limits.append(f"{optim.stale_budget:g} / mean lag of the step")
+    if optim.lifetime_budget is not None:
+        limits.append(f"what is left of {optim.lifetime_budget:g} / steps left")
+    return f"min({', '.join([text, *limits])})" if limits else text
 
 
 def _head(config: Config) -> str:

@@ -16,7 +16,7 @@ from pace_lightning.config import Config, Mode, PaceConfig
 from pace_lightning.config_load import nearest, show
 from pace_lightning.core.batch_advantages import opob_advantages
 from pace_lightning.core.corrections import METHODS
-from pace_lightning.core.draw_advantages import GROUP_BASELINES
+from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES, GROUP_BASELINES
 from pace_lightning.core.heads import HEADS, settings_of
 from pace_lightning.core.objective import Objective, Scored, objective_loss, prepare
 
@@ -29,6 +29,7 @@ PROXIMAL_SETTINGS: dict[str, dict[str, Any]] = {
     "loglinear": {},
     "linear": {},
     "ewma": {"stale_versions": 8.0, "reset_below": 0.9},
+    "interruption": {"batch_positions": 16384, "missing": "error", "offload": True},
     "snapshot": {"max_versions": None, "missing": "error", "offload": True},
 }
 """Sources of the proximal policy and their settings, with defaults; `core.proximal_sources`."""
@@ -42,6 +43,23 @@ OPOB_SETTINGS: dict[str, Any] = {
     **{k: v for k, v in settings_of(opob_advantages).items() if k not in ("lengths", "eps")},
 }
 """Settings of the advantage ``opob``, with defaults."""
+
+OTHER_NAMES = {
+    **dict.fromkeys(("ppo", "ppo_clip"), "PPO's clip is grpo, with two bounds dapo"),
+    **dict.fromkeys(
+        ("decoupled", "decoupled_ppo", "areal"),
+        "decoupled PPO is grpo with loss.proximal: recompute and a correction "
+        "(conf/methods/decoupled.yaml)",
+    ),
+    "a3po": "A-3PO is grpo with loss.proximal: loglinear (conf/methods/a3po.yaml)",
+    "ppo_ewma": "PPO-EWMA is dapo with loss.proximal: ewma (conf/methods/ppo_ewma.yaml)",
+    "vcpo": "VCPO is reinforce with loss.advantage: opob and optim.ess_scaling "
+    "(conf/methods/vcpo.yaml)",
+    "luspo": "LUSPO is gspo with loss.aggregation: seq-mean-token-sum (conf/methods/luspo.yaml)",
+    "dppo": "DPPO is dppo_tv or dppo_kl",
+    "sat": "SAT is sat_grpo, sat_dapo or sat_gspo",
+}
+"""What the field calls some methods, and which parts they are of."""
 
 GROUP_CORRECTIONS = tuple(name for name, method in METHODS.items() if method.takes("group_ids"))
 
@@ -129,10 +147,26 @@ def _name_problems(config: Config) -> Iterator[str]:
             yield f"{where}.name is {show(correction['name'])}; " + nearest(
                 correction["name"], METHODS
             )
-    for key, known in (("objective", HEADS), ("proximal", PROXIMAL_SETTINGS)):
-        value = getattr(config.loss, key)
-        if value not in known:
-            yield f"loss.{key} is {show(value)}; {nearest(value, known)}"
+    if (value := config.loss.objective) not in HEADS:
+        yield f"loss.objective is {show(value)}; {_where_it_is(value)}"
+    if (value := config.loss.proximal) not in PROXIMAL_SETTINGS:
+        yield f"loss.proximal is {show(value)}; {nearest(value, PROXIMAL_SETTINGS)}"
+
+
+def _where_it_is(name: str) -> str:
+    """What to write instead of a name that is no trust-region head."""
+    plain = name.lower().replace("-", "_").replace("+", "_plus")
+    if plain in HEADS:
+        return f"write {plain}"
+    if plain in OTHER_NAMES:
+        return OTHER_NAMES[plain]
+    if plain in METHODS:
+        return f"it is a correction: loss.corrections: [{{name: {plain}}}]"
+    if plain in DRAW_ADVANTAGES:
+        return f"it is an advantage: loss.advantage: {plain}"
+    if plain in PROXIMAL_SETTINGS:
+        return f"it is a proximal policy: loss.proximal: {plain}"
+    return nearest(name, HEADS)
 
 
 def _setting_problems(config: Config) -> Iterator[str]:
@@ -177,6 +211,10 @@ def _proximal_problems(config: Config) -> Iterator[str]:
         limit = settings["max_versions"]
         if limit is not None and (limit != int(limit) or limit < 1):
             yield f"{where}: max_versions is {show(limit)}; needed null or a whole number above 0"
+    if name == "interruption":
+        positions = settings["batch_positions"]
+        if positions is None or positions != int(positions) or positions < 1:
+            yield f"{where}: batch_positions is {show(positions)}; needed a whole number above 0"
     if (missing := settings.get("missing", "error")) not in MISSING:
         yield f"{where}: missing is {show(missing)}; choose from: {_listed(MISSING)}"
 
@@ -244,11 +282,18 @@ def _rule_problems(config: Config) -> Iterator[str]:
             f"loss.proximal is {loss.proximal}, but loss.objective {loss.objective} measures the "
             "distance from the behavior policy itself; set loss.proximal: none"
         )
-    if loss.proximal == "snapshot" and config.mode == Mode.SYNC and not config.sync.lag_versions:
+    exact = loss.proximal in ("snapshot", "interruption")
+    if exact and config.mode == Mode.SYNC and not config.sync.lag_versions:
         yield (
             f"loss.proximal is {loss.proximal}, but in mode sync the weights that sampled a token "
             "are those of the step; set loss.proximal: recompute, which needs no copies, or "
             "sync.lag_versions"
+        )
+    if loss.proximal == "interruption" and config.engine.kind == "vllm":
+        yield (
+            "loss.proximal is interruption, which scores all that was sampled while no token "
+            "flows, but tokens of vLLM (engine.kind) may still be on their way then; set "
+            "loss.proximal: snapshot, or engine.kind: local"
         )
     if config.rollout.group_size == 1:
         whole = [name for name in names if name in GROUP_CORRECTIONS]

@@ -34,7 +34,7 @@ class LossConfig:
     """What the ratio is taken to.
 
     ``none``: the behavior policy; else where the proximal policy comes from: ``recompute``,
-    ``loglinear``, ``linear``, ``ewma`` or ``snapshot``.
+    ``loglinear``, ``linear``, ``ewma``, ``snapshot`` or ``interruption``.
     """
     proximal_settings: dict[str, Any] = field(default_factory=dict)
     corrections: list[Any] = field(default_factory=list)
@@ -73,6 +73,9 @@ class OptimConfig:
     """Cap of a response's ratio in the effective sample size. None: no cap."""
     stale_budget: float | None = None
     """Bound on learning rate times mean lag of a step, in versions. None: no limit."""
+    lifetime_budget: float | None = None
+    """Bound on the sum of the learning rates of a run: a step takes at most its part of what is
+    left of it. None: no limit."""
 
 
 @dataclass

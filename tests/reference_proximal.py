@@ -47,18 +47,6 @@ def decoupled_token(
     return -weight * advantage * rho, -weight * advantage * rho
 
 
-def ewma_token(
-    policy: float, proximal: float, behavior: float, advantage: float, eps: float, cap: float
-) -> tuple[float, float]:
-    """PPO-EWMA's loss in log space, with the importance weight pi/mu capped; and its derivative."""
-    lm = max(behavior, policy - math.log(cap))
-    bounded = min(max(policy - proximal, math.log(1 - eps)), math.log(1 + eps))
-    plain = -advantage * math.exp(policy - lm)
-    clipped = -advantage * math.exp(bounded + proximal - lm)
-    inside = bounded == policy - proximal
-    return max(plain, clipped), plain if inside or plain > clipped else 0.0
-
-
 def ewma(values: list[Array], decay: float) -> tuple[Array, float, float]:
     """sum_k beta^(t-k) x_k / sum_k beta^(t-k); its total weight, and the mean age of its parts."""
     t = len(values) - 1

@@ -70,6 +70,8 @@ def test_each_row_names_files_that_use_it_and_its_evidence(title: str) -> None:
                 used.add("ess_scaling")
             if config.optim.stale_budget is not None:
                 used.add("stale_budget")
+            if config.optim.lifetime_budget is not None:
+                used.add("lifetime_budget")
             assert name in used, (file, name)
 
 

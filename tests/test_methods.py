@@ -144,6 +144,12 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
     [
         # names and settings
         ("dapo", ["loss.objective=m2p"], "loss.objective is 'm2p'; did you mean 'm2po'?"),
+        ("dapo", ["loss.objective=ppo"], "'ppo'; PPO's clip is grpo, with two bounds dapo"),
+        ("dapo", ["loss.objective=vcpo"], "VCPO is reinforce with loss.advantage: opob and"),
+        ("dapo", ["loss.objective=gmc_grpo"], "a correction: loss.corrections: [{name: gmc_grpo}]"),
+        ("dapo", ["loss.objective=rloo"], "it is an advantage: loss.advantage: rloo"),
+        ("dapo", ["loss.objective=snapshot"], "a proximal policy: loss.proximal: snapshot"),
+        ("dapo", ["loss.objective=GRPO"], "loss.objective is 'GRPO'; write grpo"),
         ("dapo", ["loss.proximal=ewm"], "loss.proximal is 'ewm'; did you mean 'ewma'?"),
         ("tis", ["loss.corrections=[{name: tiss}]"], "did you mean 'tis'?"),
         ("tis", ["loss.corrections=[tis]"], "loss.corrections[0] is 'tis'; write a name and"),
@@ -190,6 +196,13 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
         ("snapshot", ["loss.proximal_settings={max_versions: x}"], "is 'x', expected a number"),
         ("snapshot", ["loss.proximal_settings={missing: mu}"], "missing is 'mu'; choose from"),
         ("snapshot", ["loss.proximal_settings={offload: 1}"], "is 1, expected true or false"),
+        ("interruption", ["mode=sync"], "in mode sync the weights that sampled a token are those"),
+        (
+            "interruption",
+            ["engine.kind=vllm"],
+            "tokens of vLLM (engine.kind) may still be on their",
+        ),
+        ("interruption", ["loss.proximal_settings={batch_positions: 0}"], "batch_positions is 0;"),
         ("snapshot", ["mode=sync"], "in mode sync the weights that sampled a token are those of"),
         ("ppo_ewma", ["loss.proximal_settings={stale_versions: -1}"], "stale_versions is -1 and"),
         ("ppo_ewma", ["loss.proximal_settings={reset_below: 2}"], "reset_below 2; needed a"),
@@ -250,6 +263,12 @@ def test_what_can_be_combined_is_accepted(name: str, overrides: list[str]) -> No
             "reinforce: maximize seq-mean-token-mean of sg[w] A log pi; w = tis[min(X, 8)] with "
             "x = pi / mu; original denominator; learning rate min(0.0001 x sqrt(min(1, ESS / "
             "responses)), 0.001 / mean lag of the step)",
+        ),
+        (
+            "stale_budget",
+            [],
+            "learning rate min(0.0001, 0.0004 / mean lag of the step, what is left of 0.006 / "
+            "steps left)",
         ),
         ("m2po", ["loss.objective_settings={budget: 0.1}"], "(budget 0.1, at least"),
         ("sat_gspo", [], "|log s| is above its 0.9 quantile"),

@@ -16,9 +16,7 @@ from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
 from pace_lightning.core.losses import log_ratio, ratio_statistics
 from pace_lightning.core.objective import Objective, Terms, objective_statistics
 from pace_lightning.core.proximal import (
-    capped_behavior_logprobs,
     ewma_decay,
-    keep_own_scores,
     linear_logprobs,
     log_linear_logprobs,
     own_version_logprobs,
@@ -30,9 +28,9 @@ from pace_lightning.core.proximal_sources import (
     linear,
     log_linear,
     recompute,
-    recorded,
 )
-from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.core.trajectory import Prompt, Sampled, Trajectory, TrajectoryGroup
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import load_policy
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore, other_weights
 
@@ -184,34 +182,6 @@ def test_tokens_of_no_version_and_of_the_future_keep_their_behavior():
 
 
 # --- PPO-EWMA -----------------------------------------------------------------------------------
-
-
-def test_the_loss_of_ppo_ewma_is_the_decoupled_one_with_a_capped_behavior_policy():
-    policy, proximal, behavior, advantages, _ = random_tokens(seed=2, shape=(6, 40), spread=6.0)
-    torch_policy = torch.tensor(policy)
-    capped = capped_behavior_logprobs(torch_policy, torch.tensor(behavior))
-    assert 0 < int((capped > torch.tensor(behavior)).sum()) < capped.numel()
-    losses, gradients = decoupled(
-        torch_policy, torch.tensor(proximal), capped, torch.tensor(advantages), **BOUNDS
-    )
-    for at in np.ndindex(policy.shape):
-        loss, gradient = reference.ewma_token(
-            policy[at], proximal[at], behavior[at], advantages[at], 0.2, 100.0
-        )
-        assert losses[at].item() == pytest.approx(loss, rel=1e-10)
-        assert gradients[at].item() == pytest.approx(gradient, rel=1e-10)
-
-
-def test_the_total_ratio_is_capped():
-    # pi/mu = .5/.001 = 500 -> 100; with pi = prox the loss is -A 100, and so is its gradient
-    policy, behavior = logs(0.5), logs(0.001)
-    capped = capped_behavior_logprobs(policy, behavior)
-    losses, gradients = decoupled(policy, policy, capped, torch.ones(1, 1).double(), **BOUNDS)
-    assert losses.item() == pytest.approx(-100.0, rel=1e-12)
-    assert gradients.item() == pytest.approx(-100.0, rel=1e-12)
-    assert capped_behavior_logprobs(policy, behavior, ratio_cap=501.0).item() == behavior.item()
-    with pytest.raises(ValueError, match="ratio_cap is 0"):
-        capped_behavior_logprobs(policy, behavior, ratio_cap=0)
 
 
 def scalar(value):
@@ -392,10 +362,9 @@ def test_extreme_log_ratios_are_inactive_and_leave_gradients_finite():
         linear_logprobs(policy, other, versions, version=9),
         other,
     ):
-        for behavior in (other, capped_behavior_logprobs(policy, other)):
-            losses, gradients = decoupled(policy, proximal, behavior, advantages, **BOUNDS)
-            assert losses.isfinite().all()
-            assert gradients.isfinite().all()
+        losses, gradients = decoupled(policy, proximal, other, advantages, **BOUNDS)
+        assert losses.isfinite().all()
+        assert gradients.isfinite().all()
 
 
 def test_nothing_is_broadcast():
@@ -404,7 +373,6 @@ def test_nothing_is_broadcast():
     for call in (
         lambda: log_linear_logprobs(a, b, torch.zeros(2, 3), version=1),
         lambda: linear_logprobs(a, a, torch.zeros(1, 3), version=1),
-        lambda: capped_behavior_logprobs(a, b),
         lambda: own_version_logprobs(a, b, torch.zeros(2, 3), mask, version=1),
     ):
         with pytest.raises(ValueError, match="nothing is broadcast"):
@@ -577,13 +545,12 @@ def test_no_source_hands_on_a_gradient():
     batch = make_batch()
     ewma = EwmaPolicy(decay=0.5)
     ewma.begin(0, parameters_of(model))
-    reads = recorded(lambda b: torch.zeros_like(b.behavior_logprobs))
 
     def with_gradient(part, weights):
         return torch.zeros(part.input_ids.shape, requires_grad=True) - 1
 
     policy = torch.zeros(batch.input_ids.shape, requires_grad=True) - 1
-    functions = (bypass, recompute, log_linear, linear, reads)
+    functions = (bypass, recompute, log_linear, linear)
     for source in (*map(Memoryless, functions), ewma, store):
         assert not source.logprobs(batch, with_gradient).requires_grad
         assert not source.logprobs(batch, with_gradient, policy).requires_grad
@@ -616,9 +583,8 @@ def test_on_policy_every_source_gives_the_gradient_of_the_base():
     scorer = Scorer(model)
     batch.behavior_logprobs = scorer(batch, None)
     ewma, store = EwmaPolicy(decay=0.5), SnapshotStore()
-    reads = recorded(lambda b: torch.full_like(b.behavior_logprobs, math.nan))
-    stateless = [Memoryless(f) for f in (bypass, recompute, log_linear, linear, reads)]
-    for source in (*stateless, ewma, store):
+    stateless = [Memoryless(f) for f in (bypass, recompute, log_linear, linear)]
+    for source in (*stateless, ewma, store, InterruptionScores()):
         source.begin(VERSION, {n: p.double() for n, p in parameters_of(model).items()})
         policy, _ = token_logprobs(model, batch.input_ids, batch.attention_mask, batch.loss_mask)
         proximal = source.logprobs(batch, scorer, policy)
@@ -825,7 +791,7 @@ class Rollout:
 
     def __init__(self, prompt, seed):
         self.prompt, self.generator = prompt, torch.Generator().manual_seed(seed)
-        self.tokens, self.versions, self.logprobs, self.kept = [], [], [], []
+        self.tokens, self.versions, self.logprobs = [], [], []
 
     @torch.no_grad()
     def sample(self, model, version, num_tokens):
@@ -837,13 +803,8 @@ class Rollout:
             self.versions.append(version)
             self.logprobs.append(float(logprobs[token]))
 
-    def score(self, model, version):
-        ids = torch.tensor([[*self.prompt, *self.tokens]])
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        mask[:, len(self.prompt) :] = True
-        with torch.no_grad():
-            logprobs = token_logprobs(model, ids, torch.ones_like(ids), mask)[0][mask].tolist()
-        self.kept = keep_own_scores(self.kept, self.versions, logprobs, version=version)
+    def sampled(self):
+        return Sampled(self.prompt, tuple(self.tokens), tuple(self.versions))
 
     def trajectory(self, reward):
         return Trajectory(
@@ -857,66 +818,108 @@ class Rollout:
         )
 
 
-def test_tokens_scored_before_their_weights_go_equal_snapshots():
+PLAN = {0: (2, 3, 1, 0), 1: (2, 0, 1, 0), 2: (0, 0, 3, 2), 3: (1, 0, 3, 6)}
+"""Tokens that each version samples of each response: one ends early, one begins late."""
+
+
+def interrupted(source, *, published=(0, 1, 2, 3), resume_at=None):
+    """Four responses, interrupted at each publication; the batch, the model and the source."""
     model = make_model()
     store = SnapshotStore()
-    store.published(0, parameters_of(model), oldest_version=0)
     rollouts = [Rollout((5, 17, 40), seed) for seed in range(4)]
-    # tokens that each version samples of each response: one ends early, one begins late
-    plan = {0: (2, 3, 1, 0), 1: (2, 0, 1, 0), 2: (0, 0, 3, 2), 3: (1, 0, 3, 6)}
-    for version, counts in plan.items():
+    scorer, current = Scorer(model), 0
+    for version, counts in PLAN.items():
         if version:
-            for rollout in rollouts:  # the engine stands still; the old weights are still there
-                if rollout.tokens:
-                    rollout.score(model, version - 1)
             step(model, version)
-            store.published(version, parameters_of(model), oldest_version=0)
-        for rollout, count in zip(rollouts, counts, strict=True):
-            rollout.sample(model, version, count)
+        if version in published:
+            # the engine stands still, and the trainer has the new weights already
+            source.leaving([rollout.sampled() for rollout in rollouts], scorer)
+            current = version
+            for each in (source, store):
+                each.published(version, parameters_of(model), oldest_version=0)
+        if version == resume_at:
+            state = through_a_file(source.state_dict())
+            source = InterruptionScores()
+            source.load_state_dict(state)
+        with other_weights(model, store.state_dict()["copies"][current]):
+            for rollout, count in zip(rollouts, counts, strict=True):
+                rollout.sample(model, current, count)
     group = TrajectoryGroup(
         Prompt("0", (5, 17, 40), ""),
         tuple(r.trajectory(float(i % 2)) for i, r in enumerate(rollouts)),
     )
-    batch = collate(
-        [group],
-        version=VERSION,
-        num_micro_batches=1,
-        pad_token_id=0,
-        advantage="grpo",
-        std_ddof=1,
-    )[0]
-    scores = torch.full(batch.input_ids.shape, math.nan)
-    for row, mask in enumerate(batch.loss_mask):
-        (rollout,) = [r for r in rollouts if batch.input_ids[row][mask].tolist() == r.tokens]
-        scores[row, 3 : 3 + len(rollout.kept)] = torch.tensor(rollout.kept)
-    scorer, mask = Scorer(model), batch.loss_mask
+    (batch,) = collate(
+        [group], version=VERSION, num_micro_batches=1, pad_token_id=0, advantage="grpo", std_ddof=1
+    )
+    return batch, scorer, source, store
+
+
+@pytest.mark.parametrize("positions", [1, 20, 16384])
+@pytest.mark.parametrize("published", [(0, 1, 2, 3), (0, 2), (0, 3)])
+@pytest.mark.parametrize("resume_at", [None, 2])
+def test_tokens_scored_before_their_weights_go_equal_snapshots(positions, published, resume_at):
+    source = InterruptionScores(batch_positions=positions)
+    batch, scorer, source, store = interrupted(source, published=published, resume_at=resume_at)
+    mask = batch.loss_mask
     exact = store.logprobs(batch, scorer)
-    got = Memoryless(recorded(lambda _: scores)).logprobs(batch, scorer)
+    scorer.used_present.clear()
+    got = source.logprobs(batch, scorer, scorer(batch, None))
     torch.testing.assert_close(got[mask], exact[mask], rtol=0, atol=3e-6)
     # trainer and engine are one model here: at its own version, no token has a discrepancy
     torch.testing.assert_close(got[mask], batch.behavior_logprobs[mask], rtol=0, atol=3e-6)
     old = mask & (batch.token_versions < VERSION)
     assert (scorer(batch, None) - batch.behavior_logprobs)[old].abs().mean() > 0.05
+    # a pass only for tokens of weights that still sample and are not those of the step
+    assert scorer.used_present == [True] + [False] * (published[-1] != VERSION) + [True]
+    assert source.metrics()["missing_tokens"] == 0
+    assert source.metrics()["scored_tokens"] == int(
+        (mask & (batch.token_versions < published[-1])).sum()
+    )
 
-    scores[batch.token_versions == 1] = math.nan
+
+def test_a_response_is_scored_once_by_each_version_that_added_to_it():
+    model = make_model()
+    scorer, source = Scorer(model), InterruptionScores()
+    source.leaving([Sampled((1, 2), (3,), (0,))], scorer)  # before anything was published
+    source.published(4, parameters_of(model), oldest_version=4)
+    twin = Sampled((1, 2), (3, 5), (4, 4))
+    responses = [
+        twin,
+        Sampled((1, 2), (3, 5), (4, 4)),
+        Sampled((1, 2), (6,), (2,)),
+        Sampled((1,), (), ()),
+    ]
+    source.leaving(responses, scorer)
+    source.leaving(responses, scorer)  # the engine died and is given the weights again
+    assert scorer.rows == [1]
+    assert source.metrics()["scored_tokens"] == 2
+    source.published(5, parameters_of(model), oldest_version=4)
+    source.leaving([Sampled((1, 2), (3, 5, 7), (4, 4, 5)), *responses], scorer)
+    assert scorer.rows == [1, 1]
+    assert source.metrics()["scored_tokens"] == 3
+    source.published(6, parameters_of(model), oldest_version=5)
+    assert source.metrics()["scored_tokens"] == 1
+
+
+def test_a_token_that_was_not_scored_is_an_error_or_keeps_its_behavior():
+    class Forgetful(InterruptionScores):
+        def leaving(self, responses, compute):
+            if self._version != 1:
+                super().leaving(responses, compute)
+
+    batch, scorer, source, _ = interrupted(Forgetful())
     with pytest.raises(ValueError, match=r"3 tokens of versions \[1\] were not scored"):
-        Memoryless(recorded(lambda _: scores)).logprobs(batch, scorer)
-
-
-def test_only_tokens_of_the_leaving_version_are_recorded():
-    kept = keep_own_scores([], [4, 4], [-1.0, -2.0], version=4)
-    kept = keep_own_scores(kept, [4, 4, 5], [-9.0, -9.0, -3.0], version=5)
-    assert kept == [-1.0, -2.0, -3.0]
-    # version 6 was never asked: its token stays without a number
-    kept = keep_own_scores(kept, [4, 4, 5, 6, 7], [-9.0, -9.0, -9.0, -9.0, -4.0], version=7)
-    assert kept[:3] == [-1.0, -2.0, -3.0]
-    assert math.isnan(kept[3])
-    assert kept[4] == -4.0
-    for wrong in (([-1.0, -1.0], [4], [-1.0]), ([], [4, 4], [-1.0])):
-        with pytest.raises(ValueError, match="one version and one log-prob per token"):
-            keep_own_scores(*wrong, version=4)
-    with pytest.raises(ValueError, match="sampled at version 5, but version 4 scores"):
-        keep_own_scores([], [4, 5], [-1.0, -1.0], version=4)
+        source.logprobs(batch, scorer)
+    batch, scorer, source, store = interrupted(Forgetful(missing="behavior"))
+    got = source.logprobs(batch, scorer)
+    lost = batch.token_versions == 1
+    assert torch.equal(got[lost], batch.behavior_logprobs[lost])
+    kept = batch.loss_mask & ~lost
+    torch.testing.assert_close(got[kept], store.logprobs(batch, scorer)[kept], rtol=0, atol=3e-6)
+    assert source.metrics()["missing_tokens"] == 3
+    for wrong in ({"batch_positions": 0}, {"missing": "nearest"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            InterruptionScores(**wrong)
 
 
 def test_settings_without_meaning_are_refused():

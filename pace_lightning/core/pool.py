@@ -176,12 +176,10 @@ class TrajectoryPool:
             self._accepted += 1
             self._changed.notify_all()
 
-    @property
-    def oldest_version(self) -> PolicyVersion | None:
-        """Of the weights that sampled a token of a ready group; None if none is ready."""
+    def ready(self) -> list[TrajectoryGroup]:
+        """The ready groups, oldest first."""
         with self._changed:
-            versions = [t.oldest_version for group in self._ready for t in group.trajectories]
-        return min(versions, default=None)
+            return list(self._ready)
 
     def discount(self, num_groups: int) -> None:
         """Drawn groups were dropped without a step: others may take their place.

@@ -6,7 +6,6 @@ Shapes:
 
     N   responses (rows) of a micro-batch
     T   positions of the longest row; shorter rows are padded
-    S   tokens that exist of one response
 
 Symbols, for each token:
 
@@ -30,7 +29,6 @@ Masked positions may hold anything, NaN included; so may the results there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -121,52 +119,6 @@ def linear_logprobs(
     return torch.logaddexp(of_behavior, of_policy)
 
 
-def keep_own_scores(
-    kept: Sequence[float],
-    token_versions: Sequence[PolicyVersion],
-    logprobs: Sequence[float],
-    *,
-    version: PolicyVersion,
-) -> list[float]:
-    """What is recorded of one response after the weights of ``version`` scored it.
-
-    Only tokens that this version sampled take the new number; those of older versions keep theirs.
-    Call it for each response, finished or not, before the weights of ``version`` are replaced.
-
-    Args:
-        kept: what was recorded before, for the first tokens; at most S numbers, NaN where none is.
-        token_versions: v; shape ``(S,)``.
-        logprobs: under the weights of ``version``; shape ``(S,)``.
-        version: of the weights that are about to be replaced.
-
-    Returns:
-        One number per token, NaN where none is recorded; shape ``(S,)``.
-
-    Raises:
-        ValueError: if the lengths do not fit, or a token is newer than ``version``.
-
-    >>> keep_own_scores([-1.0], [3, 4, 4], [-1.5, -2.0, -0.5], version=4)
-    [-1.0, -2.0, -0.5]
-    """
-    lengths = len(kept), len(token_versions), len(logprobs)
-    if not lengths[0] <= lengths[1] == lengths[2]:
-        raise ValueError(
-            f"{lengths[0]} recorded numbers, {lengths[1]} versions and {lengths[2]} log-probs; "
-            "needed one version and one log-prob per token, and no more recorded numbers than "
-            "tokens: pass all tokens that exist of one response"
-        )
-    if max(token_versions, default=version) > version:
-        raise ValueError(
-            f"a token was sampled at version {max(token_versions)}, but version {version} scores "
-            "it; needed the newest version that sampled: score before the weights are replaced"
-        )
-    before = [*kept, *[math.nan] * (lengths[1] - lengths[0])]
-    return [
-        new if own == version else old
-        for old, own, new in zip(before, token_versions, logprobs, strict=True)
-    ]
-
-
 @torch.no_grad()
 def own_version_logprobs(
     policy_logprobs: Tensor,
@@ -201,34 +153,6 @@ def own_version_logprobs(
             "every token that exists at a publication, or another source of proximal log-probs"
         )
     return torch.where(missing, policy_logprobs, recorded_logprobs)
-
-
-@torch.no_grad()
-def capped_behavior_logprobs(
-    policy_logprobs: Tensor, behavior_logprobs: Tensor, *, ratio_cap: float = 100.0
-) -> Tensor:
-    """``max(log mu, log pi - log cap)``: a mu that keeps the total ratio at most ``ratio_cap``.
-
-    In place of mu in the weight prox/mu of decoupled PPO it gives the loss of PPO-EWMA
-    (arXiv:2110.00641; confirmed in its code, which works in log space).
-
-    Args:
-        policy_logprobs: log pi; shape ``(N, T)``.
-        behavior_logprobs: log mu; shape ``(N, T)``.
-        ratio_cap: largest pi/mu; above 0. 100 in the paper's code.
-
-    Returns:
-        Shape ``(N, T)``, without gradient.
-
-    Raises:
-        ValueError: if the shapes differ, or the cap is not above 0.
-    """
-    _check_shapes(policy_logprobs, behavior_logprobs)
-    if not ratio_cap > 0:
-        raise ValueError(
-            f"ratio_cap is {ratio_cap}; it bounds a ratio, so it must be above 0 (100 is usual)"
-        )
-    return torch.maximum(behavior_logprobs, policy_logprobs - math.log(ratio_cap))
 
 
 def ewma_decay(stale_versions: float) -> float:

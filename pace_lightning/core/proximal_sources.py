@@ -3,16 +3,17 @@
 What prox is for each token, and what it costs beyond the forward and backward that every method
 needs (F: one forward without gradient over what is trained; P: one copy of the weights):
 
-    source        prox                                             memory            time
-    bypass        mu                                               -                 -
-    recompute     weights at the beginning of the step             -                 F, or none
-    log_linear    mu^(1/d) pi^(1 - 1/d)                            -                 -
-    linear        mu / d + (1 - 1/d) pi                            -                 -
-    recorded      the token's own version, scored by it            4 bytes a token   F, in the pause
-    SnapshotStore the token's own version, from a copy             P a live version  F a version
-    EwmaPolicy    mean of all versions, weighted to the newest     P                 F
+    source              prox                                        memory              time
+    bypass              mu                                          -                   -
+    recompute           weights at the beginning of the step        -                   F, or none
+    log_linear          mu^(1/d) pi^(1 - 1/d)                       -                   -
+    linear              mu / d + (1 - 1/d) pi                       -                   -
+    InterruptionScores  the token's own version, scored in time     P, 4 bytes a token  F, in pauses
+    SnapshotStore       the token's own version, from a copy        P a live version    F a version
+    EwmaPolicy          mean of all versions, most of the newest    P                   F
 
-mu, pi and d are those of `core.proximal`. The last two hold weights, in `training.proximal_models`.
+mu, pi and d are those of `core.proximal`. The last three hold weights: `training.own_scores`,
+`training.proximal_models`.
 Measured by others for 4 billion parameters (arXiv:2605.12070, from a reading note): snapshots 7 s a
 step and 40 GB, EWMA 8 s and 7.9 GB.
 """
@@ -28,7 +29,6 @@ from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.proximal import (
     linear_logprobs,
     log_linear_logprobs,
-    own_version_logprobs,
 )
 from pace_lightning.core.trajectory import PolicyVersion
 
@@ -111,7 +111,7 @@ class Memoryless:
 
     Args:
         function: takes the arguments of `ProximalSource.logprobs`: `bypass`, `recompute`,
-            `log_linear`, `linear`, or what `recorded` returns.
+            `log_linear` or `linear`.
     """
 
     def __init__(self, function: Callable[[TrainBatch, Compute, Tensor | None], Tensor]) -> None:
@@ -189,33 +189,6 @@ def linear(batch: TrainBatch, compute: Compute, policy_logprobs: Tensor | None) 
         batch.token_versions,
         version=batch.version,
     )
-
-
-def recorded(
-    read: Callable[[TrainBatch], Tensor],
-) -> Callable[[TrainBatch, Compute, Tensor | None], Tensor]:
-    """Prox = each token's own version, scored before those weights were replaced.
-
-    Rollouts are interrupted at each publication, and the weights that are about to go score the
-    tokens that they sampled, of finished and unfinished responses alike (`keep_own_scores`). No
-    weights are kept, one number per token is; each publication stands still for one pass without
-    gradient over what exists (arXiv:2605.12070, route c). Training itself costs nothing more if
-    ``policy_logprobs`` are given.
-
-    Args:
-        read: from a batch to the recorded log-probs, NaN where there is none; shape ``(N, T)``.
-    """
-
-    def function(batch: TrainBatch, compute: Compute, policy_logprobs: Tensor | None) -> Tensor:
-        return own_version_logprobs(
-            _present(batch, compute, policy_logprobs),
-            read(batch),
-            batch.token_versions,
-            batch.loss_mask,
-            version=batch.version,
-        )
-
-    return function
 
 
 def _present(batch: TrainBatch, compute: Compute, policy_logprobs: Tensor | None) -> Tensor:

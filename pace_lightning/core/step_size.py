@@ -5,22 +5,22 @@ Symbols:
     M     responses of the global mini-batch with at least one trained token
     w_i   ratio of sequence i, the product of pi / mu over its trained tokens
     ESS   effective sample size, (sum w)^2 / sum w^2: M if all w are equal, 1 if one dominates
-    S     lag of the data: optimizer steps between two publications of the weights
+    S     lag of the data, in optimizer steps
     eta   learning rate
-    c     stale budget: the median over S of S * (largest stable eta at S)
-    B     lifetime budget: the median over collapsed runs of the sum of eta until the collapse
+    c     stale budget: a share of the median over S of S * (largest stable eta at S)
+    B     lifetime budget: a share of the median over collapsed runs of the sum of eta until then
 
     VCPO (arXiv:2602.17616)          eta * sqrt(min(1, ESS / M / base))
-    S eta laws (arXiv:2607.01083)    eta = safety * min(c / S, B / steps)
+    S eta laws (arXiv:2607.01083)    eta <= min(c / S, B / steps)
 
-The scale multiplies the scheduled rate first, then the cap of the laws applies. It holds for one
-step: the caller puts the scheduled rate back.
+c and B come from a coarse sweep over S and eta of the model at hand; a share of one half is a
+reconstruction. The scale multiplies the scheduled rate first, then the cap of the laws applies. It
+holds for one step: the caller puts the scheduled rate back.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+import math
 
 import torch
 from torch import Tensor
@@ -99,95 +99,41 @@ def ess_scale(
     return float(scale**0.5) if rule == "sqrt" else scale
 
 
-def fit_stale_budget(largest_stable_rates: Mapping[int, float]) -> float:
-    """Stale budget c of a coarse sweep: the median over S of ``S * eta_max(S)``.
-
-    Args:
-        largest_stable_rates: S in optimizer steps, >= 1, to the largest rate that did not collapse.
-
-    Raises:
-        ValueError: if there is no entry, or one is not positive.
-    """
-    if not largest_stable_rates or min(*largest_stable_rates, *largest_stable_rates.values()) <= 0:
-        raise ValueError(
-            f"{dict(largest_stable_rates)}: S and rate must be > 0, for one S at least"
-        )
-    return statistics.median(lag * rate for lag, rate in largest_stable_rates.items())
-
-
-def fit_lifetime_budget(cumulated_rates: Sequence[float]) -> float:
-    """Lifetime budget B: the median, over runs that collapsed, of their rates summed until then.
-
-    Args:
-        cumulated_rates: one sum for each collapsed run; at least one, all > 0.
-
-    Raises:
-        ValueError: if there is no run, or a sum is not positive.
-    """
-    if not cumulated_rates or min(cumulated_rates) <= 0:
-        raise ValueError(f"sums are {list(cumulated_rates)}; one at least, and all > 0, are needed")
-    return statistics.median(cumulated_rates)
-
-
-def safe_rate(
+def largest_rate(
     *,
-    lag_versions: float,
-    stale_budget: float,
-    planned_steps: int,
-    lifetime_budget: float,
-    safety: float = 0.5,
+    mean_lag_versions: float,
+    stale_budget: float | None = None,
+    remaining_budget: float | None = None,
+    remaining_steps: int = 1,
 ) -> float:
-    """``safety * min(c / S, B / steps)``: the learning rate to plan a run with.
+    """``min(c / S, B / steps)``: the largest learning rate that the S eta laws allow a step.
+
+    Asked at each step with the lag that its data has and with what is left of B, so that the rates
+    of a run never sum to more than B: a run that planned more is slowed down from its first step.
 
     Args:
-        lag_versions: S, in optimizer steps; > 0.
-        stale_budget: c.
-        planned_steps: optimizer steps of the run; >= 1.
-        lifetime_budget: B.
-        safety: share of the limit to use, in (0, 1]; the default of 0.5 is a reconstruction.
+        mean_lag_versions: S, of the trained tokens; >= 0. 0 is no bound.
+        stale_budget: c; None: no bound.
+        remaining_budget: B without the rates of the steps before; None: no bound.
+        remaining_steps: of the run, this one included; >= 1.
 
     Returns:
-        The learning rate.
+        The rate; infinite if nothing bounds it.
 
     Raises:
         ValueError: if a number is out of range.
+
+    >>> largest_rate(mean_lag_versions=4, stale_budget=8e-6)
+    2e-06
     """
-    if not min(lag_versions, stale_budget, planned_steps, lifetime_budget) > 0:
+    if not mean_lag_versions >= 0 or not remaining_steps >= 1:
         raise ValueError(
-            f"lag_versions is {lag_versions}, stale_budget {stale_budget}, planned_steps "
-            f"{planned_steps} and lifetime_budget {lifetime_budget}; all must be > 0"
+            f"mean_lag_versions is {mean_lag_versions} and remaining_steps {remaining_steps}; they "
+            "must be >= 0 and >= 1"
         )
-    if not 0 < safety <= 1:
-        raise ValueError(f"safety is {safety}; it is a share of the limit, in (0, 1]")
-    return safety * min(stale_budget / lag_versions, lifetime_budget / planned_steps)
-
-
-def lag_scale(mean_lag_versions: float, *, reference_lag_versions: float) -> float:
-    """``min(1, S_ref / K)``: the factor of the learning rate for data of mean lag K.
-
-    Args:
-        mean_lag_versions: K, measured; >= 0.
-        reference_lag_versions: the lag up to which the rate is not reduced; > 0.
-
-    Raises:
-        ValueError: if a lag is out of range.
-    """
-    if not mean_lag_versions >= 0 or not reference_lag_versions > 0:
-        raise ValueError(
-            f"mean_lag_versions is {mean_lag_versions} and reference_lag_versions "
-            f"{reference_lag_versions}; they must be >= 0 and > 0"
-        )
-    return reference_lag_versions / max(mean_lag_versions, reference_lag_versions)
-
-
-def is_budget_spent(
-    cumulated_rate: float, *, lifetime_budget: float, fraction: float = 0.8
-) -> bool:
-    """Whether the summed learning rate of a run exceeds this share of B: stop, or decay.
-
-    Args:
-        cumulated_rate: sum of the learning rates of all steps so far.
-        lifetime_budget: B.
-        fraction: the share.
-    """
-    return cumulated_rate > fraction * lifetime_budget
+    limits = [math.inf]
+    if stale_budget is not None and mean_lag_versions > 0:
+        limits.append(stale_budget / mean_lag_versions)
+    if remaining_budget is not None:
+        limits.append(max(remaining_budget, 0.0) / remaining_steps)
+    return min(limits)

@@ -6,7 +6,7 @@ All types are immutable: a trajectory is made once, by the rollout thread, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -120,6 +120,16 @@ class Trajectory:
             )
         object.__setattr__(self, "mean_version", sum(self.token_versions) / lengths[0])
         object.__setattr__(self, "oldest_version", min(self.token_versions))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One response as far as it has come, finished or not, with its prompt."""
+
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
+    versions: Sequence[PolicyVersion]
+    """``v_t`` of each token of the response; they never fall."""
 
 
 @dataclass(frozen=True, slots=True)

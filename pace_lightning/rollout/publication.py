@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.engine import RolloutEngine
+
+Leave = Callable[[], Awaitable[None]]
+"""What is done while no token flows, before the weights of the engine are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,20 @@ class PublishReport:
 
 
 async def publish(
-    engine: RolloutEngine, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
+    engine: RolloutEngine,
+    weights: Mapping[str, Tensor],
+    version: PolicyVersion,
+    *,
+    rescore: bool,
+    leave: Leave | None = None,
 ) -> PublishReport:
-    """Replace the engine's weights: prepare, pause, load, verify, re-score, resume."""
+    """Replace the engine's weights: prepare, pause, leave the old ones, load, verify, re-score."""
     start = time.monotonic()
     await engine.prepare_weights(weights)
     async with engine.paused():
         paused = time.monotonic()
+        if leave is not None:
+            await leave()
         await engine.load_weights(weights, version=version)
         loaded = time.monotonic()
         await engine.verify_weights()

@@ -14,12 +14,17 @@ from typing import Any
 
 from pace_lightning.core.pace import PrefixRescore
 from pace_lightning.core.saved_groups import pack, required, unpack
-from pace_lightning.core.trajectory import PolicyVersion, Prompt
+from pace_lightning.core.trajectory import PolicyVersion, Prompt, Sampled, TrajectoryGroup
 from pace_lightning.rollout.engine import PartialResponse
 
 ENGINE, SCORER = "engine", "scorer"
 SETTINGS = {ENGINE: "rollout.timeout_seconds", SCORER: "reward.timeout_seconds"}
 """Whom a group waits for, and the setting that bounds the wait."""
+
+
+Leaving = Callable[[Sequence[Sampled]], None]
+"""What is done, in a thread, with all that may still be trained on while no token flows and the
+weights that sampled the newest tokens are about to be replaced."""
 
 
 @dataclass(slots=True)
@@ -149,6 +154,23 @@ class Rollouts:
         """Those in flight, and those that are to be dispatched again."""
         return [*self.present(), *self.interrupted]
 
+    def sampled(self, ready: Sequence[TrajectoryGroup]) -> list[Sampled]:
+        """All that may still be trained on: of these groups, and of those that have not ended.
+
+        Rollout thread.
+        """
+        finished = [
+            Sampled(group.prompt.token_ids, t.token_ids, t.token_versions)
+            for group in ready
+            for t in group.trajectories
+        ]
+        unended = [
+            Sampled(rollout.prompt.token_ids, tuple(r.token_ids), tuple(r.versions))
+            for rollout in self.unended()
+            for r in rollout.responses
+        ]
+        return finished + unended
+
     def next(self, lease: Callable[[], Prompt]) -> Rollout:
         """The next to dispatch; may raise what ``lease`` does."""
         return self.interrupted.popleft() if self.interrupted else Rollout(lease())
@@ -158,13 +180,13 @@ class Rollouts:
         self.last_event = event
         self.num_events += 1
 
-    def publish(self, version: PolicyVersion, *, oldest_ready: PolicyVersion | None) -> None:
-        """The engine has the weights of a version; ready groups have tokens as old as that."""
+    def publish(self, version: PolicyVersion, ready: Sequence[TrajectoryGroup]) -> None:
+        """The engine has the weights of a version; these groups are ready."""
         self._published = version
         versions = [rollout.version for rollout in self.present()]
         versions += [rollout.oldest_version(version) for rollout in self.interrupted]
-        ready = version if oldest_ready is None else oldest_ready
-        self.oldest_version = min([version, ready, *versions])
+        versions += [t.oldest_version for group in ready for t in group.trajectories]
+        self.oldest_version = min([version, *versions])
         self.say(f"version {version} was published")
 
     def begin(self, rollout: Rollout, event: str) -> None:

@@ -32,7 +32,7 @@ from pace_lightning.rollout.engine import (
     Sampling,
     WrongWeightsError,
 )
-from pace_lightning.rollout.publication import PublishReport, publish
+from pace_lightning.rollout.publication import Leave, PublishReport, publish
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,6 +103,8 @@ class Supervisor:
         self._changing = asyncio.Lock()
         """Held by a publication and by a restart: either would pull the engine from the other."""
         self.incidents = Incidents()
+        self.leave: Leave | None = None
+        """Done in each publication."""
 
     async def start(self, clock: Callable[[], PolicyVersion]) -> None:
         """Start the engine; an error in that is the caller's."""
@@ -195,7 +197,7 @@ class Supervisor:
     async def publish(
         self, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
     ) -> PublishReport:
-        """Replace the engine's weights; see `groups.publish`.
+        """Replace the engine's weights; see `publication.publish`.
 
         An engine that dies meanwhile is restarted and given the weights again, unless they are the
         first: then it has never worked, and its own error says why.
@@ -203,7 +205,9 @@ class Supervisor:
 
         async def load() -> PublishReport:
             async with self._changing:
-                report = await publish(self._engine, weights, version, rescore=rescore)
+                report = await publish(
+                    self._engine, weights, version, rescore=rescore, leave=self.leave
+                )
                 if self._patience.max_restarts and not self._engine.keeps_weights:
                     self._kept = await asyncio.to_thread(_copy, weights), version
                 return report

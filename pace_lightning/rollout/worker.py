@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from pace_lightning.rollout.groups import (
 )
 from pace_lightning.rollout.loop_thread import LoopThread
 from pace_lightning.rollout.publication import PublishReport
-from pace_lightning.rollout.rollouts import Rollout, Rollouts
+from pace_lightning.rollout.rollouts import Leaving, Rollout, Rollouts
 from pace_lightning.rollout.supervision import GroupTimeoutError, Patience, Supervisor
 
 log = logging.getLogger(__name__)
@@ -190,6 +190,11 @@ class RolloutWorker(LoopThread):
         work = self._publish(weights, version, version if clock is None else clock)
         return self._call(work, timeout_seconds=timeout_seconds, what="a publication")
 
+    def before_loads(self, leaving: Leaving) -> None:
+        """Have it called in the pause of each publication, before the load; see `Leaving`."""
+        ready = self._pool.ready
+        self._supervisor.leave = lambda: asyncio.to_thread(leaving, self.rollouts.sampled(ready()))
+
     def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, sampling: Sampling, timeout_seconds: float
     ) -> list[EvaluatedPrompt]:
@@ -208,10 +213,8 @@ class RolloutWorker(LoopThread):
         """Look for free slots again. Any thread; never waits."""
         loop, wake = self._loop, self._wake
         if loop is not None and wake is not None and not loop.is_closed():
-            try:
+            with suppress(RuntimeError):  # closed in between: nobody to wake
                 loop.call_soon_threadsafe(wake.set)
-            except RuntimeError:
-                return  # closed in between: nobody to wake
 
     def describe(self) -> str:
         """One line for error messages: who waits for what."""
@@ -241,8 +244,7 @@ class RolloutWorker(LoopThread):
         finally:
             self._ending = True
             # publications and evaluations too: an engine that is paused is slow to close
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
+            for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._supervisor.close()
@@ -357,8 +359,7 @@ class RolloutWorker(LoopThread):
 
     async def _abandon(self) -> None:
         self._training = False
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -380,7 +381,7 @@ class RolloutWorker(LoopThread):
         finally:
             self._dispatch_open = True
             self.wake()
-        self.rollouts.publish(version, oldest_ready=self._pool.oldest_version)
+        self.rollouts.publish(version, self._pool.ready())
         if self._in_rounds:  # before anything else can ask the engine for something
             await self._dispatch_groups()
         return report

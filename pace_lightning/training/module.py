@@ -33,9 +33,12 @@ from pace_lightning.core.objective import (
     prepare,
 )
 from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, bypass
-from pace_lightning.core.step_size import effective_sample_size
+from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
+from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training import lora
+from pace_lightning.training.optimizer import adamw
+from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
 from pace_lightning.training.ranks import gather_vectors
@@ -68,6 +71,8 @@ class PolicyModule(pl.LightningModule):
             learning rate of its step (`step_size.ess_scale`); None: 1.
         stale_budget: the learning rate times the mean lag of the draw, in versions, is at most
             this; None: no limit.
+        lifetime_budget: the learning rates of all steps sum to at most this: each step takes no
+            more than its part of what is left; None: no limit.
         reference: frozen causal LM of the KL penalty; None: the policy without its adapters.
         kl_coef: weight of the k3 penalty.
         chunk_tokens: vocabulary rows held in memory at once.
@@ -91,6 +96,7 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: float = 1.0,
         rate_scale: Callable[[Tensor], float] | None = None,
         stale_budget: float | None = None,
+        lifetime_budget: float | None = None,
         reference: Any = None,
         kl_coef: float = 0.0,
         chunk_tokens: int = 1024,
@@ -111,6 +117,7 @@ class PolicyModule(pl.LightningModule):
         self._max_grad_norm = max_grad_norm
         self._rate_scale = rate_scale
         self._stale_budget = stale_budget
+        self._lifetime_budget = lifetime_budget
         self._kl_coef = kl_coef
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
@@ -233,20 +240,21 @@ class PolicyModule(pl.LightningModule):
             active_share=self._statistics.active_share,
         )
 
-    def published(
-        self,
-        weights: Mapping[str, Tensor],
-        version: PolicyVersion,
-        *,
-        oldest_version: PolicyVersion,
-    ) -> None:
-        """The weights of ``version`` sample now; no token to come is older than the oldest one.
+    @property
+    def leaving(self) -> Leaving | None:
+        """Scores what weights that are about to be replaced have sampled; None: nobody asks."""
+        if not isinstance(self._proximal, InterruptionScores):
+            return None
+        context = self.trainer.precision_plugin.forward_context
+        return self._proximal.leaver(self._compute_elsewhere, context)
 
-        With adapters they must be the present ones.
-        """
+    def published(
+        self, weights: Mapping[str, Tensor], version: PolicyVersion, *, oldest: PolicyVersion
+    ) -> None:
+        """These weights, with adapters the present ones, sample now; see `ProximalSource`."""
         if lora.adapted_layers(self.policy):  # then the proximal policy knows of nothing else
             weights = lora.trained_weights(self.policy)
-        self._proximal.published(version, weights, oldest_version=oldest_version)
+        self._proximal.published(version, weights, oldest_version=oldest)
 
     def finish_step(self) -> dict[str, float]:
         """Means over the draw that was just trained on."""
@@ -266,19 +274,14 @@ class PolicyModule(pl.LightningModule):
             logger.log_metrics(metrics, step=self.policy_version)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with linear warm-up and then a constant rate."""
-        optimizer = torch.optim.AdamW(
+        """See `adamw`."""
+        return adamw(
             lora.trained_parameters(self.policy).values(),
-            lr=self._learning_rate,
-            betas=self._betas,
+            learning_rate=self._learning_rate,
             weight_decay=self._weight_decay,
-            fused=True,
+            betas=self._betas,
+            warmup_steps=self._warmup_steps,
         )
-        warmup = max(1, self._warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warmup)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _prepare_draw(self, batches: list[TrainBatch]) -> None:
         """The pass before the first backward pass, and the terms of all micro-batches."""
@@ -310,6 +313,10 @@ class PolicyModule(pl.LightningModule):
 
     def _compute(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
         return self._score(batch, weights)[0]
+
+    def _compute_elsewhere(self, batch: TrainBatch, weights: Mapping[str, Tensor] | None) -> Tensor:
+        with other_weights(self.policy, weights):
+            return self._logprobs(self.policy, batch.to(self.device))[0]
 
     @contextmanager
     def _prepass(self) -> Iterator[None]:
@@ -361,15 +368,16 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        if self._stale_budget is not None and (lag := self._mean_lag()) * scheduled > 0:
-            factor = min(factor, self._stale_budget / (lag * scheduled))
-        return factor
-
-    def _mean_lag(self) -> float:
-        """Versions between the trained tokens of the draw and the present weights."""
-        sums = (torch.tensor([self._statistics.sums[name]]) for name in ("lag", "tokens"))
-        lag, tokens = (float(self._gather(s.to(self.device)).sum()) for s in sums)
-        return lag / max(tokens, 1.0)
+        lifetime = self._lifetime_budget
+        limit = largest_rate(
+            mean_lag_versions=0.0
+            if self._stale_budget is None
+            else self._statistics.mean_lag(self._gather),
+            stale_budget=self._stale_budget,
+            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_steps=self.trainer.max_steps - self.policy_version,
+        )
+        return min(factor, limit / scheduled) if scheduled else factor
 
     def _logprobs(
         self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
@@ -388,8 +396,5 @@ class PolicyModule(pl.LightningModule):
         )
 
     def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that Lightning and DDP take.
-
-        The loss is a sum of shares.
-        """
+        """Undo the means over micro-batches and ranks that Lightning and DDP take of the shares."""
         return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)

@@ -196,7 +196,7 @@ class EwmaPolicy:
             for name, mean in self._mean.items():
                 mean.copy_(parameters[name])
         else:
-            self._mean = _copies(parameters, self._device, self._dtype)
+            self._mean = copies_of(parameters, self._device, self._dtype)
         self._weight = 1.0
         self._lag = 0.0
 
@@ -295,7 +295,7 @@ class SnapshotStore:
         limit = math.inf if self._max_versions is None else self._max_versions
         while len(self._copies) >= limit:  # first, so that the bound holds always
             del self._copies[min(self._copies)]
-        self._copies[version] = _copies(parameters, self._device)
+        self._copies[version] = copies_of(parameters, self._device)
 
     def metrics(self) -> dict[str, float]:
         """Number of ``versions`` kept, their ``bytes``, ``missing_tokens`` since the start."""
@@ -317,7 +317,8 @@ class SnapshotStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ProximalSource.load_state_dict`."""
         self._copies = {
-            version: _copies(weights, self._device) for version, weights in state["copies"].items()
+            version: copies_of(weights, self._device)
+            for version, weights in state["copies"].items()
         }
         self._missing_tokens = state["missing_tokens"]
 
@@ -338,11 +339,12 @@ def rows_with(batch: TrainBatch, own: Tensor) -> TrainBatch:
     return part
 
 
-def _copies(
+def copies_of(
     parameters: Mapping[str, Tensor],
     device: torch.device | str | None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
+    """Copies on a device, in a dtype; None: as they are."""
     return {
         name: tensor.detach().to(
             device=device or tensor.device, dtype=dtype or tensor.dtype, copy=True

@@ -10,7 +10,7 @@ from torch import Tensor
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.importance_weights import trajectory_log_ratio
 from pace_lightning.core.losses import ratio_statistics
-from pace_lightning.core.objective import Objective, Terms, objective_statistics
+from pace_lightning.core.objective import Gather, Objective, Terms, objective_statistics
 
 
 class StepStatistics:
@@ -63,6 +63,12 @@ class StepStatistics:
     def log_ratios(self) -> Tensor:
         """Log pi - log mu of each trained response so far; shape ``(M,)``."""
         return torch.cat(self._log_ratios)
+
+    def mean_lag(self, gather: Gather) -> float:
+        """Versions between the trained tokens of the draw, on all ranks, and the weights."""
+        sums = torch.stack([self.log_ratios.new_tensor([self.sums[k]]) for k in ("lag", "tokens")])
+        lag, tokens = (float(gather(x).sum()) for x in sums)
+        return lag / max(tokens, 1.0)
 
     @property
     def active_share(self) -> float:

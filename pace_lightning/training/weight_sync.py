@@ -66,6 +66,9 @@ class WeightSync(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Publish the initial or restored weights, then begin to dispatch."""
+        assert isinstance(pl_module, PolicyModule)
+        if (leaving := pl_module.leaving) is not None:
+            self._datamodule.worker.before_loads(leaving)
         self._publish_lagged(pl_module)
         self._datamodule.worker.train()
 
@@ -135,4 +138,4 @@ class WeightSync(pl.Callback):
             self._datamodule.start()
             self.last_report = self._datamodule.publish(weights, version, clock=now)
             oldest = self._datamodule.oldest_version
-            module.published(weights, version, oldest_version=oldest)
+            module.published(weights, version, oldest=oldest)

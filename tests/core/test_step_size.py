@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from pace_lightning.core.step_size import (
     effective_sample_size,
     ess_scale,
-    fit_lifetime_budget,
-    fit_stale_budget,
-    is_budget_spent,
-    lag_scale,
-    safe_rate,
+    largest_rate,
 )
 
 
@@ -81,37 +77,39 @@ def test_extreme_ratios_stay_finite():
 
 
 @pytest.mark.parametrize(
-    ("lag", "steps", "lifetime", "expected"),
+    ("lag", "stale", "remaining", "steps", "expected"),
     [
-        (1, 100, 1.0, 8e-6),  # c / S = 8e-6, 2e-6, 5e-7
-        (4, 100, 1.0, 2e-6),
-        (16, 100, 1.0, 5e-7),
-        (1, 2000, 1e-3, 5e-7),  # 1e-3 / 2000
-        (4, 2000, 1e-3, 5e-7),  # min(2e-6, 5e-7)
+        (1, 8e-6, None, 1, 8e-6),  # c / S
+        (4, 8e-6, None, 1, 2e-6),
+        (16, 8e-6, None, 1, 5e-7),
+        (0, 8e-6, None, 1, math.inf),
+        (0.25, 8e-6, None, 1, 32e-6),
+        (9, None, 1e-3, 2000, 5e-7),  # B / steps
+        (4, 8e-6, 1e-3, 2000, 5e-7),  # min(2e-6, 5e-7)
+        (4, 8e-6, 1e-3, 100, 2e-6),  # min(2e-6, 1e-5)
+        (4, 8e-6, -1e-9, 100, 0.0),
+        (4, None, None, 100, math.inf),
     ],
 )
-def test_safe_rate_by_hand(lag, steps, lifetime, expected):
-    numbers = {"stale_budget": 8e-6, "planned_steps": steps, "lifetime_budget": lifetime}
-    assert safe_rate(lag_versions=lag, **numbers, safety=1.0) == pytest.approx(expected)
-    assert safe_rate(lag_versions=lag, **numbers) == pytest.approx(expected / 2)
+def test_the_largest_rate_by_hand(lag, stale, remaining, steps, expected):
+    found = largest_rate(
+        mean_lag_versions=lag,
+        stale_budget=stale,
+        remaining_budget=remaining,
+        remaining_steps=steps,
+    )
+    assert found == pytest.approx(expected)
 
 
-def test_budgets_are_medians():
-    # S * eta: 8e-6, 1.2e-5, 4e-6
-    assert fit_stale_budget({1: 8e-6, 4: 3e-6, 8: 5e-7}) == pytest.approx(8e-6)
-    assert fit_lifetime_budget([1e-3, 5e-3, 2e-3]) == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize(("lag", "expected"), [(0, 1.0), (2, 1.0), (4, 0.5), (16, 0.125)])
-def test_lag_scale_by_hand(lag, expected):
-    assert lag_scale(lag, reference_lag_versions=2) == expected
-    assert lag_scale(lag / 8, reference_lag_versions=0.25) == expected
-
-
-def test_the_budget_is_spent_above_its_share():
-    assert is_budget_spent(0.81e-3, lifetime_budget=1e-3)
-    assert not is_budget_spent(0.79e-3, lifetime_budget=1e-3)
-    assert is_budget_spent(0.6e-3, lifetime_budget=1e-3, fraction=0.5)
+def test_rates_that_follow_what_is_left_never_sum_to_more_than_the_budget():
+    spent = 0.0
+    for step, wanted in enumerate([3.0, 0.1, 5.0, 5.0]):
+        limit = largest_rate(
+            mean_lag_versions=3, remaining_budget=4 - spent, remaining_steps=4 - step
+        )
+        spent += min(wanted, limit)
+    # 4/4 of 3; 0.1; (4 - 1.1)/2; what is left
+    assert spent == pytest.approx(1 + 0.1 + 1.45 + 1.45)
 
 
 ZERO = torch.zeros(3)
@@ -127,25 +125,11 @@ ZERO = torch.zeros(3)
         (lambda: ess_scale(ZERO, rule="cubic"), "unknown rule 'cubic'"),
         (lambda: ess_scale(ZERO, base=0.0), "base is 0.0"),
         (lambda: ess_scale(ZERO, base=1.5), "base is 1.5"),
-        (lambda: fit_stale_budget({}), r"\{\}"),
-        (lambda: fit_stale_budget({0: 1e-6}), r"\{0: 1e-06\}"),
-        (lambda: fit_lifetime_budget([1e-3, 0.0]), r"\[0.001, 0.0\]"),
-        (lambda: lag_scale(-1, reference_lag_versions=2), "mean_lag_versions is -1"),
-        (lambda: lag_scale(1, reference_lag_versions=0), "reference_lag_versions 0"),
+        (lambda: largest_rate(mean_lag_versions=-1), "mean_lag_versions is -1"),
+        (lambda: largest_rate(mean_lag_versions=math.nan), "mean_lag_versions is nan"),
+        (lambda: largest_rate(mean_lag_versions=1, remaining_steps=0), "remaining_steps 0"),
     ],
 )
 def test_wrong_inputs_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"lag_versions": 0}, {"stale_budget": 0}, {"planned_steps": 0}, {"lifetime_budget": -1}],
-)
-def test_a_rate_needs_positive_numbers(wrong):
-    numbers = {"lag_versions": 1, "stale_budget": 1, "planned_steps": 1, "lifetime_budget": 1}
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} (is )?{next(iter(wrong.values()))}"):
-        safe_rate(**{**numbers, **wrong})
-    with pytest.raises(ValueError, match=r"safety is 1\.5"):
-        safe_rate(**numbers, safety=1.5)

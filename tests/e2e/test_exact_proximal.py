@@ -12,7 +12,7 @@ from pace_lightning.run import train
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("source", ["snapshot"])
+@pytest.mark.parametrize("source", ["snapshot", "interruption"])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -28,6 +28,7 @@ def test_each_token_is_scored_by_the_weights_that_sampled_it(
         tmp_path,
         f"loss.proximal={source}",
         "loss.corrections=[{name: mis, lower: 0.5, upper: 5.0}]",
+        "reward.function=rewards_for_runs:mixed",  # each group has a gradient
         "rollout.max_new_tokens=12",
         "trainer.steps=9",
         "eval.every_steps=4",

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from scripted import make_group, make_prompt
 
-from pace_lightning.core.admission import AdmitAll
-from pace_lightning.core.pool import TrajectoryPool
 from pace_lightning.rollout.engine import PartialResponse
 from pace_lightning.rollout.rollouts import Rollout, Rollouts
 
 
 def test_no_token_is_older_than_the_oldest_dispatch_or_ready_group() -> None:
     rollouts = Rollouts()
-    rollouts.publish(3, oldest_ready=None)
+    rollouts.publish(3, [])
     assert rollouts.oldest_version == 3
     rollouts.begin(Rollout(make_prompt("a")), "dispatched")
-    rollouts.publish(4, oldest_ready=None)
+    rollouts.publish(4, [])
     rollouts.begin(Rollout(make_prompt("b")), "dispatched")
-    rollouts.publish(5, oldest_ready=None)
+    rollouts.publish(5, [])
     assert rollouts.oldest_version == 3  # of a
     rollouts.end("a")
     assert rollouts.oldest_version == 3  # until the next publication
-    rollouts.publish(6, oldest_ready=5)
+    rollouts.publish(6, [make_group("r", versions=(9, 5))])
     assert rollouts.oldest_version == 4  # of b, which is in flight
-    rollouts.publish(7, oldest_ready=2)
+    rollouts.publish(7, [make_group("r", versions=(9, 2))])
     assert rollouts.oldest_version == 2
     rollouts.end("b")
-    rollouts.publish(8, oldest_ready=9)  # older weights than those of a ready group
+    rollouts.publish(
+        8, [make_group("r", versions=(9, 9))]
+    )  # older weights than those of a ready group
     assert rollouts.oldest_version == 8
 
 
@@ -34,22 +34,26 @@ def test_what_goes_on_keeps_its_tokens_from_before() -> None:
     rollouts = Rollouts()
     responses = [PartialResponse(), PartialResponse([5, 6], [-1.0, -1.0], [2, 3])]
     rollouts.interrupted.append(Rollout(make_prompt("a"), responses))
-    rollouts.publish(7, oldest_ready=None)
+    rollouts.publish(7, [])
     assert rollouts.oldest_version == 2
     rollouts.begin(rollouts.next(lambda: make_prompt("b")), "dispatched")
     assert not rollouts.interrupted
-    rollouts.publish(8, oldest_ready=None)
+    rollouts.publish(8, [])
     assert rollouts.oldest_version == 2
     rollouts.end("a")
-    rollouts.publish(9, oldest_ready=None)
+    rollouts.publish(9, [])
     assert rollouts.oldest_version == 9
 
 
-def test_a_pool_knows_its_oldest_token() -> None:
-    pool = TrajectoryPool(AdmitAll(), settle=lambda *_: None)
-    assert pool.oldest_version is None
-    pool.put(make_group("a", versions=(4, 5)))
-    pool.put(make_group("b", versions=(2, 6, 1)))
-    assert pool.oldest_version == 1
-    pool.draw(2, version=6, timeout_seconds=1)
-    assert pool.oldest_version is None
+def test_what_may_still_be_trained_on_is_all_of_the_groups_that_are_ready_or_have_not_ended() -> (
+    None
+):
+    rollouts = Rollouts()
+    rollouts.begin(Rollout(make_prompt("a"), [PartialResponse([5], [-1.0], [2])]), "dispatched")
+    rollouts.interrupted.append(Rollout(make_prompt("b"), [PartialResponse()]))
+    found = rollouts.sampled([make_group("c", versions=(1, 2), scores=(0.0,))])
+    assert [(x.prompt, list(x.token_ids), list(x.versions)) for x in found] == [
+        (make_prompt("c").token_ids, [0, 1], [1, 2]),
+        (make_prompt("a").token_ids, [5], [2]),
+        (make_prompt("b").token_ids, [], []),
+    ]

@@ -246,7 +246,7 @@ def test_a_snapshot_of_a_published_policy_is_of_its_adapters_and_scores_as_it_di
     store = SnapshotStore()
     module = make_module(policy, proximal=store)
     then, _ = logprobs_of(policy, batch)
-    module.published(module.weights(), 0, oldest_version=0)
+    module.published(module.weights(), 0, oldest=0)
     with torch.no_grad():
         for parameter in trained_parameters(policy).values():
             parameter.add_(0.05)

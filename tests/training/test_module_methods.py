@@ -207,6 +207,21 @@ def test_the_stale_budget_bounds_rate_times_lag_after_the_other_scale():
         assert recorder.metrics[0]["optim/learning_rate"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_rates_of_a_run_sum_to_its_lifetime_budget():
+    for budget, expected in ((1.5e-4, [0.5e-4] * 3), (1.0, [1e-4] * 3)):
+        policy = make_policy()
+        module = make_module(policy, learning_rate=1e-4, lifetime_budget=budget)
+        recorder, _ = steps_of(module, policy)
+        rates = [m["optim/learning_rate"] for m in recorder.metrics]
+        assert rates == pytest.approx(expected)
+    policy = make_policy()
+    module = make_module(policy, learning_rate=1e-4, warmup_steps=4, lifetime_budget=1.4e-4)
+    recorder, _ = steps_of(module, policy)
+    # scheduled 0.25, 0.5, 0.75; 1.4/3 is no bound, (1.4 - .25)/2 neither, what is left is 0.65
+    rates = [m["optim/learning_rate"] for m in recorder.metrics]
+    assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.65e-4])
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
