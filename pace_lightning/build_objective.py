@@ -26,9 +26,10 @@ from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
+from pace_lightning.training.ranks import ALONE, Ranks
 
 
-def policy_module(config: Config, policy: Any) -> PolicyModule:
+def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyModule:
     """The module that trains ``policy``, which gets its adapters here: the engine is built before.
 
     Raises:
@@ -62,6 +63,7 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prompts=shares_prompts(config),
+        ranks=ranks,
     )
 
 

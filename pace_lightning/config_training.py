@@ -101,7 +101,18 @@ class TrainerConfig:
     groups_per_step: int = 8
     """B: groups drawn from the pool for one optimizer step."""
     micro_batches: int = 4
-    """Parts of one step whose gradients are accumulated: more parts, less memory."""
+    """Parts of each rank's share of a step; gradients are accumulated: more parts, less memory."""
+    devices: int = 1
+    """Ranks on each machine: one process each, with a GPU of its own where there are GPUs."""
+    num_nodes: int = 1
+    """Machines; above 1, torchrun or SLURM starts the processes."""
+    strategy: str = "auto"
+    """How ranks share the work: ``ddp``, ``fsdp`` or ``deepspeed_stage_1``, ``_2``, ``_3``.
+
+    ``auto``: ddp, or none at all with a single rank.
+    """
+    offload: str = "none"
+    """With deepspeed: ``optimizer`` states, or ``parameters`` too (stage 3), in host memory."""
     precision: str = "32-true"
     """``32-true`` or ``bf16-mixed``."""
     min_step_seconds: float = 0.0
