@@ -45,7 +45,7 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
