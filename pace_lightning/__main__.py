@@ -1,7 +1,8 @@
 """The command line: ``python -m pace_lightning COMMAND ...``.
 
 Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 the run
-hung and could not be ended otherwise; 130 Ctrl-C; 143 SIGTERM.
+hung and could not be ended otherwise; 130 Ctrl-C; 143 SIGTERM. With many ranks it is that of the
+first that failed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pace_lightning.launch import follow_launcher, launch
+
+if TYPE_CHECKING:
+    from pace_lightning.config import Config
 
 DEFAULT_ENVIRONMENT = {
     # OpenMP threads that wait spin for a while; long spinning makes two busy programs many times
@@ -30,8 +36,12 @@ DEFAULT_ENVIRONMENT = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, return the exit code."""
     options = _parser().parse_args(arguments)
+    follow_launcher(os.environ)
+    rank = os.environ.get("RANK", "0")
     logging.basicConfig(
-        level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=logging.INFO,
+        format=f"{'' if rank == '0' else f'rank {rank} '}%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     signal.signal(signal.SIGTERM, _terminate)
     for name, value in DEFAULT_ENVIRONMENT.items():
@@ -54,9 +64,11 @@ def _run(options: argparse.Namespace) -> int:
 
         return doctor(options.conf, _emit)
     if options.command == "resume":
-        from pace_lightning.run import resume
+        from pace_lightning.run import resume, resumed_config
 
-        return resume(Path(options.run_dir), _emit, options.overrides)
+        run_dir, overrides = Path(options.run_dir), options.overrides
+        num_ranks = _ranks_to_launch(resumed_config(run_dir, overrides))
+        return launch(num_ranks, _emit) if num_ranks else resume(run_dir, _emit, overrides)
     if options.command == "compare":
         from pace_lightning.compare.command import compare
 
@@ -71,12 +83,34 @@ def _run(options: argparse.Namespace) -> int:
         print(config.engine.kind)
         return 0
     if options.command == "config":
-        print(explain(config, cores=len(os.sched_getaffinity(0))))
+        from pace_lightning.model_shape import shape_of
+        from pace_lightning.training.policy import present_model
+
+        place = present_model(config.model.path)
+        shape = None if place is None else shape_of(place)
+        print(explain(config, cores=len(os.sched_getaffinity(0)), shape=shape))
         return 0
+    if options.command == "train" and (num_ranks := _ranks_to_launch(config)):
+        return launch(num_ranks, _emit)
     logging.getLogger().setLevel(config.logging.level.upper())
     from pace_lightning.run import evaluate, train
 
     return train(config, _emit) if options.command == "train" else evaluate(config, _emit)
+
+
+def _ranks_to_launch(config: Config) -> int:
+    """How many ranks this process has to start; 0: none, it is the run itself, or a rank of it."""
+    from pace_lightning.config import ConfigError
+    from pace_lightning.config_ranks import launched_by_others, num_ranks
+
+    if num_ranks(config) == 1 or launched_by_others(os.environ):
+        return 0
+    if config.trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes is {config.trainer.num_nodes}, but no launcher started this "
+            "process: start it on each machine with torchrun (--nnodes, --nproc-per-node) or srun"
+        )
+    return config.trainer.devices
 
 
 def _emit(line: str) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from pace_lightning.build_objective import policy_module
 from pace_lightning.build_reliability import patience
@@ -24,7 +22,16 @@ from pace_lightning.build_tasks import (
     prompts_of,
     sample_writer,
     shape_reward,
-    warm_started,
+)
+from pace_lightning.build_trainer import (
+    alarm_gap,
+    build_trainer,
+    engine_dtype,
+    evaluates,
+    first_callbacks,
+    load_model,
+    ranks_of,
+    weight_sync_of,
 )
 from pace_lightning.build_vllm import uses_vllm, vllm_engine
 from pace_lightning.config import Config, ConfigError, KVCache, Mode
@@ -35,7 +42,7 @@ from pace_lightning.config_explain import (
     shares_prompts,
     thread_layout,
 )
-from pace_lightning.config_load import to_yaml
+from pace_lightning.config_methods import keeps_reference
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
@@ -45,17 +52,14 @@ from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.tasks.prompts import PromptStream
 from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
 from pace_lightning.training.admission_monitor import AdmissionMonitor
-from pace_lightning.training.checkpoint_files import RunCheckpointIO
-from pace_lightning.training.core_sharing import CoreSharing
+from pace_lightning.training.bookends import Bookends
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
-from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
-from pace_lightning.training.policy import copy_for_engine, load_policy, load_tokenizer
+from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.random_state import RandomState
-from pace_lightning.training.run_files import RunFiles
-from pace_lightning.training.timing import Pacing, TimeLedger
-from pace_lightning.training.weight_sync import WeightSync
+from pace_lightning.training.ranks import Ranks
+from pace_lightning.training.timing import TimeLedger
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Experiment:
     module: PolicyModule
     datamodule: RolloutDataModule
     tokenizer: Any
+    ranks: Ranks
     time_ledger: TimeLedger
     staleness: StalenessMonitor
     admission: AdmissionMonitor
@@ -99,17 +104,8 @@ def build(
         config, len(os.sched_getaffinity(0))
     )
     torch.set_num_threads(trainer_threads)
-    tokenizer = load_tokenizer(config.model.path)
-    model_path, random_init = config.model.path, config.model.random_init
-    if config.model.warm_start.steps:
-        model_path = str(warm_started(config, tokenizer, all_threads, emit))
-        random_init = False
-    policy = load_policy(
-        model_path,
-        random_init=random_init,
-        seed=config.seed,
-        attention=config.model.attention,
-    )
+    ranks = ranks_of(config)
+    tokenizer, policy = load_model(config, all_threads, emit)
     train_rows, eval_rows = prompts_of(config, tokenizer, emit)
     engine = _engine(config, policy, tokenizer, engine_threads, resumed_version or 0)
     scorer = ScorerPool(
@@ -120,7 +116,7 @@ def build(
         environment=list(config.reward.environment),
         memory_gib=config.reward.memory_gib,
     )
-    module = policy_module(config, policy)
+    module = policy_module(config, policy, ranks)
     datamodule = RolloutDataModule(
         engine=engine,
         prompts=PromptStream(train_rows, seed=config.seed, epochs=config.data.epochs),
@@ -148,12 +144,14 @@ def build(
         patience=patience(config),
         drop_zero_variance=config.rollout.dynamic_sampling,
         max_empty_groups=config.trainer.max_empty_groups,
-        require_gradient=config.loss.kl_coef == 0,
+        require_gradient=not keeps_reference(config),
         startup_timeout_seconds=config.engine.startup_timeout_seconds,
         publish_timeout_seconds=config.engine.publish_timeout_seconds,
         engine_threads_while_waiting=all_threads,
         waiting=lambda: time_ledger.span("wait"),
         on_draw=sample_writer(config, run_dir / "samples.jsonl", tokenizer),
+        finish_with_nothing_to_learn=config.trainer.on_nothing_to_learn == "finish",
+        ranks=ranks,
         may_reject=config.mode != Mode.SYNC,
         total_steps=config.trainer.steps,
         groups_per_step=config.trainer.groups_per_step,
@@ -165,26 +163,20 @@ def build(
         keep_groups=shares_prompts(config),
         draw_timeout_seconds=config.trainer.draw_timeout_seconds,
     )
-    weight_sync = WeightSync(
-        datamodule,
-        every_steps=config.sync.every_steps,
-        lag_versions=config.sync.lag_versions,
-        publishing=lambda: time_ledger.span("publish"),
-    )
+    weight_sync = weight_sync_of(config, datamodule, ranks, time_ledger)
     staleness = StalenessMonitor()
     admission = AdmissionMonitor(lambda: engine.rescore_seconds)
-    keeps_cache = config.engine.kv_cache == KVCache.KEEP
-    dtypes = (_engine_dtype(config), _trainer_dtype(config))
-    max_gap = max_lag0_gap(dtypes, temperature=config.rollout.temperature)
     callbacks: list[pl.Callback] = [
-        time_ledger,
-        CoreSharing(
-            trainer_threads,
-            config.trainer.num_threads or all_threads,
-            engine_is_idle=lambda: not datamodule.worker.num_in_flight,
+        *first_callbacks(config, ranks, time_ledger, lambda: not datamodule.worker.num_in_flight),
+        Bookends(
+            datamodule,
+            ranks=ranks,
+            target=run_dir / "checkpoints" / "final",
+            tokenizer=tokenizer,
+            evaluates=evaluates(config),
+            time_ledger=time_ledger,
+            emit=emit,
         ),
-        OnPolicyCheck(max_gap, config.rollout.temperature, only_at_the_beginning=keeps_cache),
-        Pacing(config.trainer.min_step_seconds, time_ledger),
         weight_sync,
         RandomState(),
         staleness,
@@ -195,36 +187,20 @@ def build(
             time_ledger=time_ledger,
             weight_sync=weight_sync,
             generated=lambda: datamodule.worker.generated,
-            max_lag0_gap=None if keeps_cache else max_gap,
+            max_lag0_gap=None if config.engine.kv_cache == KVCache.KEEP else alarm_gap(config),
             may_reject=config.admission.policy != "all",
             emit=emit,
         ),
     ]
-    if config.trainer.checkpoint_every_steps:
-        callbacks.append(
-            ModelCheckpoint(
-                dirpath=run_dir / "checkpoints",
-                filename="version-{step:06d}",
-                auto_insert_metric_name=False,
-                every_n_train_steps=config.trainer.checkpoint_every_steps,
-                monitor="step",
-                mode="max",
-                save_top_k=config.trainer.keep_checkpoints,
-            )
-        )
     return Experiment(
         run_dir=run_dir,
-        trainer=_trainer(
-            config,
-            run_dir,
-            callbacks,
-            time_ledger,
-            num_eval=len(eval_rows),
-            resumed_version=resumed_version,
+        trainer=build_trainer(
+            config, run_dir, callbacks, time_ledger, ranks, resumed_version=resumed_version
         ),
         module=module,
         datamodule=datamodule,
         tokenizer=tokenizer,
+        ranks=ranks,
         time_ledger=time_ledger,
         staleness=staleness,
         admission=admission,
@@ -233,58 +209,11 @@ def build(
     )
 
 
-def _trainer(
-    config: Config,
-    run_dir: Path,
-    callbacks: list[pl.Callback],
-    time_ledger: TimeLedger,
-    *,
-    num_eval: int,
-    resumed_version: PolicyVersion | None,
-) -> pl.Trainer:
-    micro_batches = config.trainer.micro_batches
-    every = config.eval.every_steps
-    return pl.Trainer(
-        accelerator="auto",
-        devices=1,
-        precision=config.trainer.precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        max_steps=config.trainer.steps,
-        accumulate_grad_batches=micro_batches,
-        # Lightning counts batches here, i.e. micro-batches; 1.0 is once, at the end.
-        val_check_interval=every * micro_batches if 0 < every <= config.trainer.steps else 1.0,
-        limit_val_batches=1.0 if num_eval else 0,
-        num_sanity_val_steps=0,
-        # Both forget what an earlier process logged at this step and later ones.
-        logger=[
-            TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=resumed_version),
-            RunFiles(run_dir, resumed_version=resumed_version),
-        ],
-        log_every_n_steps=1,
-        callbacks=callbacks,
-        plugins=[RunCheckpointIO(time_ledger, to_yaml(config))],
-        enable_checkpointing=bool(config.trainer.checkpoint_every_steps),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=run_dir,
-    )
-
-
-def _engine_dtype(config: Config) -> torch.dtype:
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return named.get(config.engine.dtype, _trainer_dtype(config))
-
-
-def _trainer_dtype(config: Config) -> torch.dtype:
-    return torch.bfloat16 if config.trainer.precision.startswith("bf16") else torch.float32
-
-
 def _engine(
     config: Config, policy: Any, tokenizer: Any, num_threads: int, resumed_version: PolicyVersion
 ) -> RolloutEngine:
     seed = life_seed(config.seed, resumed_version=resumed_version)
-    dtype = _engine_dtype(config)
+    dtype = engine_dtype(config)
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + new_tokens
     allowed = getattr(policy.config, "max_position_embeddings", None)

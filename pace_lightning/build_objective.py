@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.config_explain import lora_alpha, shares_prompts
-from pace_lightning.config_methods import objective_of, proximal_settings
+from pace_lightning.config_methods import keeps_reference, objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -26,9 +26,10 @@ from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import copy_for_engine
 from pace_lightning.training.proximal_models import EwmaPolicy, SnapshotStore
+from pace_lightning.training.ranks import ALONE, Ranks
 
 
-def policy_module(config: Config, policy: Any) -> PolicyModule:
+def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyModule:
     """The module that trains ``policy``, which gets its adapters here: the engine is built before.
 
     Raises:
@@ -62,6 +63,7 @@ def policy_module(config: Config, policy: Any) -> PolicyModule:
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prompts=shares_prompts(config),
+        ranks=ranks,
     )
 
 
@@ -70,7 +72,7 @@ def _reference(config: Config, policy: Any) -> Any:
 
     Without its adapters, the policy is what it was.
     """
-    if not config.loss.kl_coef or config.model.lora.rank:
+    if not keeps_reference(config) or config.model.lora.rank:
         return None
     return copy_for_engine(policy, torch.float32)
 

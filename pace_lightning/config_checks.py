@@ -17,6 +17,7 @@ from pace_lightning.config_explain import longest_deadline, outstanding_limit, p
 from pace_lightning.config_inputs import data_problems, model_problems
 from pace_lightning.config_load import nearest, show
 from pace_lightning.config_methods import ignored_pace, method_problems, needs_group, probe_problems
+from pace_lightning.config_ranks import rank_problems
 from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES
 from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.objective import DENOMINATORS
@@ -350,6 +351,7 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _engine,
     model_problems,
     data_problems,
+    rank_problems,
 )
 
 

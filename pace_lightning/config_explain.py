@@ -17,6 +17,8 @@ from pace_lightning.config_formula import (
     objective_text,
 )
 from pace_lightning.config_load import to_yaml
+from pace_lightning.config_memory import memory_text
+from pace_lightning.model_shape import ModelShape
 
 
 def dispatch_ahead(config: Config) -> int | None:
@@ -39,17 +41,19 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
 
     Args:
         config: numbers set there win over the defaults.
-        cores: cores this process may use, at least 1.
+        cores: cores of this machine that may be used, at least 1.
 
     Returns:
-        Threads of the trainer and of the engine while both compute, and of either while the other
-        one is idle, which is all cores. A number set for the trainer holds always.
+        Threads of each of the trainer's ranks and of the engine while all compute, and of all ranks
+        together, or of the engine, while the other side is idle: all cores. A number set for the
+        trainer holds always.
     """
     if config.mode == Mode.SYNC:
         trainer = engine = cores
     else:
         trainer = max(1, cores // 2)
         engine = max(1, cores - trainer)
+    trainer = max(1, trainer // config.trainer.devices)
     trainer = config.trainer.num_threads or trainer
     engine = config.trainer.engine_threads or engine
     return trainer, engine, cores
@@ -128,12 +132,13 @@ def evaluation_rounds(config: Config) -> int:
     return 2 + ((steps - 1) // every if every else 0)
 
 
-def explain(config: Config, *, cores: int | None) -> str:
+def explain(config: Config, *, cores: int | None, shape: ModelShape | None = None) -> str:
     """The resolved configuration, and what follows from it.
 
     Args:
         config: a configuration that passed ``check``.
         cores: cores of this machine; None if unknown, which leaves the thread counts open.
+        shape: of the model; None if unknown, which leaves the memory open.
     """
     groups, size = config.trainer.groups_per_step, config.rollout.group_size
     response, prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
@@ -161,6 +166,7 @@ def explain(config: Config, *, cores: int | None) -> str:
         ("evaluation", _evaluation(config)),
         ("engine", _engine(config)),
         ("threads", _threads(config, cores)),
+        ("memory per GPU", memory_text(config, shape)),
     ]
     width = max(len(label) for label, _ in rows)
     derived = "\n".join(f"# {label:<{width}}  {text}" for label, text in rows)

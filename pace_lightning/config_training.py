@@ -27,7 +27,7 @@ class LossConfig:
     """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``opob`` (VCPO), ``reinforce_plus_plus`` or
     ``reinforce_plus_plus_baseline``."""
     advantage_settings: dict[str, Any] = field(default_factory=dict)
-    """Of ``opob``, by name."""
+    """Of ``opob`` and ``reinforce_plus_plus``, by name."""
     std_ddof: int = 1
     """0 or 1: the group's standard deviation divides by G or by G - 1."""
     proximal: str = "none"
@@ -101,7 +101,18 @@ class TrainerConfig:
     groups_per_step: int = 8
     """B: groups drawn from the pool for one optimizer step."""
     micro_batches: int = 4
-    """Parts of one step whose gradients are accumulated: more parts, less memory."""
+    """Parts of each rank's share of a step; gradients are accumulated: more parts, less memory."""
+    devices: int = 1
+    """Ranks on each machine: one process each, with a GPU of its own where there are GPUs."""
+    num_nodes: int = 1
+    """Machines; above 1, torchrun or SLURM starts the processes."""
+    strategy: str = "auto"
+    """How ranks share the work: ``ddp``, ``fsdp`` or ``deepspeed_stage_1``, ``_2``, ``_3``.
+
+    ``auto``: ddp, or none at all with a single rank.
+    """
+    offload: str = "none"
+    """With deepspeed: ``optimizer`` states, or ``parameters`` too (stage 3), in host memory."""
     precision: str = "32-true"
     """``32-true`` or ``bf16-mixed``."""
     min_step_seconds: float = 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,16 +18,15 @@ from typing import Any
 
 from pace_lightning.build import Experiment, build
 from pace_lightning.build_reliability import watchdog
+from pace_lightning.build_trainer import build_follower, ranks_of
 from pace_lightning.config import Config, ConfigError
 from pace_lightning.config_checks import check
 from pace_lightning.config_explain import run_directory
 from pace_lightning.config_load import load, to_yaml
 from pace_lightning.config_resume import check_changes
 from pace_lightning.core.trajectory import PolicyVersion
-from pace_lightning.rollout.groups import NothingToLearnError
 from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
 from pace_lightning.training.checkpoint_files import read_checkpoint
-from pace_lightning.training.lora import save_policy
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.run_files import keep_lines_before
 
@@ -38,6 +36,8 @@ Emit = Callable[[str], None]
 def train(config: Config, emit: Emit) -> int:
     """Train from the start in a new run directory. Returns the exit code."""
     run_dir = run_directory(config, datetime.now())
+    if ranks_of(config).rank:
+        return _follow(config, run_dir, checkpoint=None)
     if (run_dir / "config.yaml").exists():
         resumable = any((run_dir / "checkpoints").glob("version-*"))
         resume_it = f"resume it (`python -m pace_lightning resume {run_dir}`) or "
@@ -65,13 +65,13 @@ def resume(run_dir: Path, emit: Emit, overrides: Sequence[str] = ()) -> int:
         emit: prints a line for the user.
         overrides: settings that change from now on; see `config_resume`.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
-    config = load(run_dir / "config.yaml", overrides)
-    check(config)
+    config = resumed_config(run_dir, overrides)
     logging.getLogger().setLevel(config.logging.level.upper())
     checkpoint, version, made_with = _newest_checkpoint(run_dir, emit)
-    for change in check_changes(made_with, to_yaml(config), version=version):
+    changes = check_changes(made_with, to_yaml(config), version=version)
+    if ranks_of(config).rank:
+        return _follow(config, run_dir, checkpoint=checkpoint)
+    for change in changes:
         emit(f"changed: {change}")
     if overrides:
         _write(run_dir / "config.yaml", to_yaml(config))
@@ -80,8 +80,19 @@ def resume(run_dir: Path, emit: Emit, overrides: Sequence[str] = ()) -> int:
     return _fit(config, run_dir, emit, checkpoint=checkpoint, version=version)
 
 
+def resumed_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run that is there already, with settings on top."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
+    config = load(run_dir / "config.yaml", overrides)
+    check(config)
+    return config
+
+
 def evaluate(config: Config, emit: Emit) -> int:
     """Score the model of a configuration on its held-out prompts. Returns the exit code."""
+    config.trainer.devices = config.trainer.num_nodes = 1  # only the engine has something to do
+    config.trainer.strategy = "auto"
     run_dir = run_directory(config, datetime.now())
     run_dir.mkdir(parents=True, exist_ok=True)
     _quiet()
@@ -147,6 +158,24 @@ def _plotted_evaluation(run_dir: Path, version: PolicyVersion) -> dict[str, floa
     }
 
 
+def _follow(config: Config, run_dir: Path, *, checkpoint: Path | None) -> int:
+    """What every rank but 0 does: take part, until rank 0 ends."""
+    _quiet()
+    follower = build_follower(config, run_dir)
+    try:
+        follower.trainer.fit(
+            follower.module,
+            datamodule=follower.datamodule,
+            ckpt_path=None if checkpoint is None else str(checkpoint),
+            weights_only=True,
+        )
+    except BaseException as error:
+        follower.ranks.report_failure(error)
+        _unmask_interrupt(error)
+        raise
+    return 0
+
+
 def _fit(
     config: Config,
     run_dir: Path,
@@ -177,38 +206,26 @@ def _fit(
         if version is not None and evaluation:
             log_metrics(experiment.trainer, evaluation, version)
         emit(f"run directory {run_dir}")
-        if experiment.num_eval_prompts and checkpoint is None:
-            before = _validate(experiment)
-            emit(f"held-out pass rate before training: {before['pass_rate']:.3f}")
-        try:
-            experiment.trainer.fit(
-                experiment.module,
-                datamodule=experiment.datamodule,
-                ckpt_path=None if checkpoint is None else str(checkpoint),
-                weights_only=True,
-            )
-            summary["status"] = "finished"
-        except NothingToLearnError as error:
-            if config.trainer.on_nothing_to_learn != "finish":
-                raise
-            emit(str(error))
-            summary |= {"status": "nothing_to_learn", "error": str(error)}
-        experiment.datamodule.end()
-        if (
-            summary["status"] == "finished"
-            and experiment.trainer.global_step < config.trainer.steps
-        ):
-            summary["status"] = "data_ended"
-        if experiment.num_eval_prompts:
-            after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
-            after = after or _validate(experiment)
-        with experiment.time_ledger.span("checkpoint"):
-            _export(experiment, run_dir / "checkpoints" / "final")
+        experiment.trainer.fit(
+            experiment.module,
+            datamodule=experiment.datamodule,
+            ckpt_path=None if checkpoint is None else str(checkpoint),
+            weights_only=True,
+        )
+        summary |= _outcome(experiment, config.trainer.steps)
+        after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
         return 0
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        summary |= {"status": "interrupted" if interrupted else "failed", "error": repr(error)}
+        failure = error
+        if experiment is not None and not interrupted:
+            experiment.ranks.report_failure(error)
+            # an error here may be but the echo of one there
+            failure = experiment.ranks.failure_elsewhere() or error
+        summary |= {"status": "interrupted" if interrupted else "failed", "error": repr(failure)}
         _unmask_interrupt(error)
+        if failure is not error:
+            raise failure from error
         raise
     finally:
         if experiment is not None:
@@ -221,17 +238,11 @@ def _fit(
             _print_summary(summary, run_dir, emit)
 
 
-def _export(experiment: Experiment, target: Path) -> None:
-    """The model for others to load; a run that is ended meanwhile leaves none or the one before."""
-    scratch = target.with_name(f".{target.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        save_policy(experiment.module.policy, scratch)
-        experiment.tokenizer.save_pretrained(scratch)
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.replace(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _outcome(experiment: Experiment, steps: int) -> dict[str, Any]:
+    """How training ended that did not fail."""
+    if (nothing := experiment.datamodule.nothing_to_learn) is not None:
+        return {"status": "nothing_to_learn", "error": str(nothing)}
+    return {"status": "finished" if experiment.trainer.global_step >= steps else "data_ended"}
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -361,6 +372,7 @@ def _quiet() -> None:
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch",
+        "lightning.fabric",
         "transformers",
         "ContinuousBatchingLogger",
     ):

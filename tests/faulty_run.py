@@ -53,6 +53,12 @@ def at_step(act):
     PolicyModule.training_step = training_step
 
 
+def on_rank(rank, fault):
+    """The fault is built into one of the ranks; the others, and their launcher, are sound."""
+    if os.environ.get("RANK") == str(rank):
+        fault()
+
+
 def break_step():
     reached()
     raise Broken("in the step")
@@ -132,7 +138,9 @@ def crash_engine():
 FAULTS = {
     "break_step": lambda: at_step(break_step),
     "break_step_and_teardown": break_step_and_teardown,
+    "break_step_of_rank_1": lambda: on_rank(1, lambda: at_step(break_step)),
     "crash_engine": crash_engine,
+    "crash_engine_of_rank_0": lambda: on_rank(0, crash_engine),
     "get_stuck": get_stuck_soon_noticed,
     "hold_in_checkpoint": hold_in_checkpoint,
     "hold_in_export": hold_in_export,

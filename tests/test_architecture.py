@@ -17,6 +17,7 @@ BUILD = {
     "build_objective.py",
     "build_reliability.py",
     "build_tasks.py",
+    "build_trainer.py",
     "build_vllm.py",
 }
 COMMANDS = BUILD | {"__main__.py", "doctor.py", "run.py"}

@@ -95,8 +95,8 @@ class TrainBatch:
             version: ``j``, the policy version that this batch trains.
             num_tokens_global: trained tokens of the whole draw.
             num_sequences_global: rows of the whole draw with at least one trained token.
-            micro_batch_index: which micro-batch of the draw this is, from 0.
-            num_micro_batches: micro-batches of the draw, over all ranks.
+            micro_batch_index: which micro-batch of this rank's share of the draw it is, from 0.
+            num_micro_batches: micro-batches of that share.
             report: what the draw has to say about itself; the same object on each micro-batch.
         """
         self.input_ids = input_ids
@@ -115,11 +115,11 @@ class TrainBatch:
         self.num_micro_batches = num_micro_batches
         self.report = report
         self.followers: tuple[TrainBatch, ...] = ()
-        """On the first micro-batch the others of the draw: for statistics of all of it."""
+        """On the first micro-batch the others of the share: for statistics of all of it."""
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last micro-batch of its draw: the optimizer steps after it."""
+        """Whether this is the last micro-batch of its share: the optimizer steps after it."""
         return self.micro_batch_index == self.num_micro_batches - 1
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TrainBatch:

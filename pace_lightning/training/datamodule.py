@@ -30,8 +30,9 @@ from pace_lightning.rollout.publication import PublishReport
 from pace_lightning.rollout.rollouts import Rollout
 from pace_lightning.rollout.supervision import Patience
 from pace_lightning.rollout.worker import RolloutWorker
+from pace_lightning.training.ranks import ALONE, Ranks
 from pace_lightning.training.saved_rollouts import restore
-from pace_lightning.training.stream import Prompts, TrajectoryStream
+from pace_lightning.training.stream import EvaluationStream, Prompts, TrajectoryStream
 
 log = logging.getLogger(__name__)
 
@@ -46,24 +47,6 @@ class Scorer(Protocol):
     def close(self) -> None:
         """Stop them. Idempotent."""
         ...
-
-
-class EvaluationStream:
-    """One validation "batch": the scores of all held-out prompts.
-
-    Made by the same engine under one version.
-    """
-
-    def __init__(self, run: Callable[[], dict[str, float]]) -> None:
-        self._run = run
-
-    def __len__(self) -> int:
-        """One."""
-        return 1
-
-    def __iter__(self) -> Iterator[dict[str, float]]:
-        """Generate, score and summarize."""
-        yield self._run()
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -96,6 +79,8 @@ class RolloutDataModule(pl.LightningDataModule):
             unchanged.
         waiting: context manager entered while the trainer waits for a draw; for the time ledger.
         on_draw: called with ``(version, groups)`` for each draw.
+        finish_with_nothing_to_learn: whether training then ends, and is not broken off by an error.
+        ranks: who gets parts of the draws, and the results of evaluations.
         **stream: remaining arguments of `TrajectoryStream`.
     """
 
@@ -127,6 +112,8 @@ class RolloutDataModule(pl.LightningDataModule):
         engine_threads_while_waiting: int | None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_draw: Callable[[PolicyVersion, Sequence[TrajectoryGroup]], None] = lambda *_: None,
+        finish_with_nothing_to_learn: bool = False,
+        ranks: Ranks = ALONE,
         **stream: Any,
     ) -> None:
         super().__init__()
@@ -147,6 +134,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self._engine_threads_while_waiting = engine_threads_while_waiting
         self._waiting = waiting
         self._on_draw = on_draw
+        self._ranks = ranks
+        self.nothing_to_learn: NothingToLearnError | None = None
+        """Why training ended, if it is that."""
         self._max_empty_groups = max_empty_groups
         self._num_redrawn = 0
         self._groups_per_step: int = stream["groups_per_step"]
@@ -184,6 +174,8 @@ class RolloutDataModule(pl.LightningDataModule):
             needs_spread=require_gradient,
             on_draw=self._take,
             waiting=self._wait_for_draw,
+            on_nothing_to_learn=self._end_learning if finish_with_nothing_to_learn else None,
+            ranks=ranks,
             **stream,
         )
 
@@ -195,15 +187,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> EvaluationStream:
         """One batch: the evaluation of all held-out prompts."""
-        return EvaluationStream(self.evaluate)
+        return EvaluationStream(lambda: self._ranks.share(self.evaluate))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning does not call ``teardown`` after an exception; close here.
-
-        Not if there is nothing left to learn: then the caller may still want an evaluation.
-        """
-        if not isinstance(exception, NothingToLearnError):
-            self.close()
+        """Lightning does not call ``teardown`` after an exception; close here."""
+        self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Prompts, ledger, ready groups, unfinished responses, the admission policy's memory.
@@ -378,6 +366,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self._drawn = list(groups)
         self._num_redrawn = 0
         self._on_draw(self._policy_version(), groups)
+
+    def _end_learning(self, error: NothingToLearnError) -> None:
+        self.nothing_to_learn = error
 
     def _drop_empty(self, groups: list[TrajectoryGroup]) -> None:
         for group in groups:

@@ -33,7 +33,7 @@ def add_adapters(
         rank: of ``B A``.
         alpha: the update is scaled by ``alpha / rank``.
         target_modules: names of linear layers, or the ends of such names (``q_proj``); empty: all
-            of them but the output head.
+            of them but the output head. Experts that a model holds in one tensor are none.
         seed: of ``A``.
 
     Raises:
@@ -52,18 +52,28 @@ def add_adapters(
                 f"model.lora.target_modules has {name!r}, which is no linear layer of "
                 f"{type(model).__name__} beside its output head; its layers are {known}"
             )
+    chosen = {
+        layer
+        for layer in linear
+        if not names or any(layer == name or layer.endswith(f".{name}") for name in names)
+    }
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # declared int, used as a factor
         lora_dropout=0.0,
         bias="none",
-        target_modules=sorted(names) or "all-linear",
+        target_modules=sorted(chosen),  # by full names: "all-linear" would take experts too
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model)
     model.eval()
+    if (found := set(adapted_layers(model))) != chosen:
+        raise ModelError(
+            f"peft put adapters on {sorted(found - chosen)[:3]} and not on "
+            f"{sorted(chosen - found)[:3]}; name the layers in model.lora.target_modules"
+        )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

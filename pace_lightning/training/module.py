@@ -36,18 +36,15 @@ from pace_lightning.core.proximal_sources import Memoryless, ProximalSource, byp
 from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.rollouts import Leaving
-from pace_lightning.training import lora
+from pace_lightning.training import gradients, lora
+from pace_lightning.training.gradients import NonFiniteLossError
 from pace_lightning.training.optimizer import adamw
 from pace_lightning.training.own_scores import InterruptionScores
 from pace_lightning.training.policy import checkpoint_layers
 from pace_lightning.training.proximal_models import other_weights
-from pace_lightning.training.ranks import gather_vectors
+from pace_lightning.training.ranks import ALONE, Ranks, gather_vectors
 from pace_lightning.training.score_norms import exact_score_square_norms
 from pace_lightning.training.step_statistics import StepStatistics
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient became NaN or infinite."""
 
 
 class PolicyModule(pl.LightningModule):
@@ -79,6 +76,7 @@ class PolicyModule(pl.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
             checkpointing.
+        ranks: who trains along.
     """
 
     def __init__(
@@ -102,6 +100,7 @@ class PolicyModule(pl.LightningModule):
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         share_prompts: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -121,11 +120,12 @@ class PolicyModule(pl.LightningModule):
         self._kl_coef = kl_coef
         self._chunk_tokens = chunk_tokens
         self._share_prompts = share_prompts
+        self._ranks = ranks
         self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
+        self._is_last = False  # the present micro-batch, of its draw
         self._cumulated_rate = 0.0
-        self.step_metrics: dict[str, float] = {}
-        """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        self.step_metrics: dict[str, float] = {}  # of the last step, over the whole draw
         if kl_coef and reference is None and not lora.adapted_layers(policy):
             raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
@@ -163,6 +163,7 @@ class PolicyModule(pl.LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """The share of one micro-batch in the loss of the draw."""
+        self._is_last = batch.is_last
         if batch.micro_batch_index == 0:
             self._statistics.begin()
             self._terms.clear()
@@ -187,7 +188,7 @@ class PolicyModule(pl.LightningModule):
         self._statistics.record(batch, terms, logprobs.detach(), entropies, float(loss.detach()))
         if not math.isfinite(self._statistics.sums["ratio_sum"]):
             raise NonFiniteLossError(f"a log-prob of step {batch.version} is not finite")
-        return loss * self._averaging_factor()
+        return loss * gradients.averaging_factor(self.trainer, self._ranks.size)
 
     def configure_gradient_clipping(
         self,
@@ -195,20 +196,13 @@ class PolicyModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
+        """Clip to ``max_grad_norm``, unless DeepSpeed does; refuse what would destroy the weights.
 
-        Done here and not by Lightning, which refuses fused optimizers under mixed precision,
-        although bfloat16 needs no unscaling.
+        Not by Lightning, which refuses fused optimizers under mixed precision.
         """
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.policy.parameters(), self._max_grad_norm or math.inf
-        )
-        if not torch.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the gradient norm of step {self.policy_version} is {norm.item()}; lower "
-                "optim.learning_rate"
-            )
-        self._statistics.sums["gradient_norm"] = float(norm)
+        if gradients.deepspeed_engine(self.trainer) is None:
+            norm = gradients.clip_gradients(self.policy.parameters(), self._max_grad_norm)
+            self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
 
     def optimizer_step(
         self,
@@ -217,11 +211,17 @@ class PolicyModule(pl.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step with a rate that fits the draw; then put the scheduled rate back."""
+        """Step with a rate that fits the draw; then put the scheduled rate back.
+
+        DeepSpeed counts micro-batches itself, and is called for each of them.
+        """
         scheduled = [group["lr"] for group in optimizer.param_groups]
 
         def closure() -> Any:  # gradients are complete after it, and the step comes next
             result = optimizer_closure() if optimizer_closure is not None else None
+            if not self._is_last:
+                return result
+            self._statistics.merge(self._ranks.gather)
             factor = self._rate_factor(scheduled[0])
             for group in optimizer.param_groups:
                 group["lr"] *= factor
@@ -233,6 +233,10 @@ class PolicyModule(pl.LightningModule):
         finally:
             for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
                 group["lr"] = rate
+        if not self._is_last:
+            return
+        if (norm := gradients.deepspeed_norm(self.trainer)) is not None:
+            self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
         self._cumulated_rate += self._statistics.sums["learning_rate"]
         self._proximal.after_step(
             self.policy_version + 1,  # not counted yet
@@ -300,6 +304,9 @@ class PolicyModule(pl.LightningModule):
                 rewards=batch.rewards,
                 group_ids=batch.group_ids,
                 score_square_norms=self._score_square_norms(batch, own),
+                reference_logprobs=self._reference_logprobs(batch)
+                if (self._objective.returns or {}).get("kl_coef")
+                else None,
             )
             for batch, own in zip(batches, logprobs, strict=True)
         ]
@@ -358,7 +365,7 @@ class PolicyModule(pl.LightningModule):
             )
 
     def _gather(self, vector: Tensor) -> Tensor:
-        if self.trainer.world_size == 1:
+        if self._ranks.size == 1:
             return vector
         return gather_vectors(vector, lambda x: cast("Tensor", self.all_gather(x)))
 
@@ -368,13 +375,10 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        lifetime = self._lifetime_budget
         limit = largest_rate(
-            mean_lag_versions=0.0
-            if self._stale_budget is None
-            else self._statistics.mean_lag(self._gather),
+            mean_lag_versions=0.0 if self._stale_budget is None else self._statistics.mean_lag,
             stale_budget=self._stale_budget,
-            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_budget=self._lifetime_budget and self._lifetime_budget - self._cumulated_rate,
             remaining_steps=self.trainer.max_steps - self.policy_version,
         )
         return min(factor, limit / scheduled) if scheduled else factor
@@ -394,7 +398,3 @@ class PolicyModule(pl.LightningModule):
             chunk_tokens=self._chunk_tokens,
             statistic=statistic,
         )
-
-    def _averaging_factor(self) -> float:
-        """Undo the means over micro-batches and ranks that Lightning and DDP take of the shares."""
-        return float(self.trainer.accumulate_grad_batches * self.trainer.world_size)

@@ -78,6 +78,20 @@ def local_model(path: str) -> str:
     return str(found)
 
 
+def present_model(path: str) -> Path | str | None:
+    """The same without converting anything: None for a GGUF file that was not converted before.
+
+    And for what does not exist.
+    """
+    try:
+        found = resolve(path)
+    except ModelError:
+        return None
+    if isinstance(found, Path) and found.is_file():
+        return cached("models", _converted_name(found), _CONVERTED)
+    return found
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a model, padding on the right.
 
@@ -202,15 +216,19 @@ def checkpoint_layers(model: Any) -> None:
 
 def _converted(gguf: Path) -> Path:
     """The Hugging Face directory made from a GGUF file, in the cache; converted on first use."""
-    stat = gguf.stat()
-    key = hashlib.sha256(f"{gguf.name}:{stat.st_size}:{_head_hash(gguf)}".encode()).hexdigest()[:16]
 
     def convert(scratch: Path) -> dict[str, Any]:
         log.info("converting %s once, into the cache", gguf.name)
         _convert(gguf, scratch)
-        return {"source": gguf.name, "bytes": stat.st_size}
+        return {"source": gguf.name, "bytes": gguf.stat().st_size}
 
-    return made_once("models", f"{gguf.stem}-{key}", _CONVERTED, convert)
+    return made_once("models", _converted_name(gguf), _CONVERTED, convert)
+
+
+def _converted_name(gguf: Path) -> str:
+    size = gguf.stat().st_size
+    key = hashlib.sha256(f"{gguf.name}:{size}:{_head_hash(gguf)}".encode()).hexdigest()[:16]
+    return f"{gguf.stem}-{key}"
 
 
 def cached(kind: str, name: str, marker: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,11 +11,14 @@ from torch import Tensor
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.importance_weights import trajectory_log_ratio
 from pace_lightning.core.losses import ratio_statistics
-from pace_lightning.core.objective import Gather, Objective, Terms, objective_statistics
+from pace_lightning.core.objective import Objective, Terms, objective_statistics
+
+MAXIMA = ("ratio_max", "fresh_gap_max", "prepass_seconds")
+"""Names in `StepStatistics.sums` that are no sums."""
 
 
 class StepStatistics:
-    """What one draw did, of this rank.
+    """What one draw did: of this rank, and after `merge` of all.
 
     Args:
         objective: what is minimized.
@@ -59,16 +63,22 @@ class StepStatistics:
             self.sums["fresh_gap"] += float(gap.sum())
             self.sums["fresh_gap_max"] = max(self.sums["fresh_gap_max"], float(gap.max()))
 
+    def merge(self, gather: Callable[[Mapping[str, float]], list[Mapping[str, float]]]) -> None:
+        """Take in what the other ranks did of the same draw; on every rank."""
+        every = gather(dict(self.sums))
+        for name in sorted({name for sums in every for name in sums}):
+            values = [sums.get(name, 0.0) for sums in every]
+            self.sums[name] = max(values) if name in MAXIMA else sum(values)
+
     @property
     def log_ratios(self) -> Tensor:
-        """Log pi - log mu of each trained response so far; shape ``(M,)``."""
+        """Log pi - log mu of each trained response of this rank so far; shape ``(M,)``."""
         return torch.cat(self._log_ratios)
 
-    def mean_lag(self, gather: Gather) -> float:
-        """Versions between the trained tokens of the draw, on all ranks, and the weights."""
-        sums = torch.stack([self.log_ratios.new_tensor([self.sums[k]]) for k in ("lag", "tokens")])
-        lag, tokens = (float(gather(x).sum()) for x in sums)
-        return lag / max(tokens, 1.0)
+    @property
+    def mean_lag(self) -> float:
+        """Versions between the trained tokens of the draw and the weights."""
+        return self.sums["lag"] / max(self.sums["tokens"], 1.0)
 
     @property
     def active_share(self) -> float:

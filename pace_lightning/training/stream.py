@@ -4,10 +4,14 @@ One draw is one optimizer step: it is split into a fixed number of micro-batches
 Lightning accumulates over. The stream has a length, because Lightning prefetches from unsized ones,
 which would draw every batch one version too early. Building it has no side effects; drawing happens
 in `__iter__` alone.
+
+With many ranks, each has a stream: that of rank 0 draws and splits, and hands the others their
+parts, or the word that there are no more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,6 +22,8 @@ from pace_lightning.core.draw_advantages import GROUP_BASELINES
 from pace_lightning.core.pool import DrawReport, EndOfGroups, TrajectoryPool
 from pace_lightning.core.staleness import mean_staleness
 from pace_lightning.core.trajectory import PolicyVersion, Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.rollout.groups import NothingToLearnError
+from pace_lightning.training.ranks import ALONE, Ranks
 
 
 class Prompts(Protocol):
@@ -45,7 +51,52 @@ class Prompts(Protocol):
         ...
 
 
-class TrajectoryStream:
+class ReceivingStream:
+    """The sized stream of a rank that does not draw.
+
+    Args:
+        ranks: where the parts come from.
+        policy_version: the trainer's version.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        num_micro_batches: micro-batches of this rank in one draw.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        policy_version: Callable[[], PolicyVersion],
+        total_steps: int,
+        num_micro_batches: int,
+    ) -> None:
+        self._ranks = ranks
+        self._policy_version = policy_version
+        self._total_steps = total_steps
+        self._num_micro_batches = num_micro_batches
+
+    def __len__(self) -> int:
+        """Micro-batches of the whole run, on this rank."""
+        return self._total_steps * self._num_micro_batches
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """This rank's part of each draw, until all steps are done or rank 0 has no more."""
+        while (version := self._policy_version()) < self._total_steps:
+            batches = self._ranks.scatter(functools.partial(self._next, version))
+            if batches is None:
+                return
+            yield from batches
+            if self._policy_version() != version + 1:
+                raise RuntimeError(
+                    f"the draw for version {version} was consumed, but the trainer is at version "
+                    f"{self._policy_version()}: one draw must be exactly one optimizer step"
+                )
+
+    def _next(self, version: PolicyVersion) -> list[list[TrainBatch]] | None:
+        """Called on rank 0 only: the micro-batches of each rank; None at the end."""
+        raise NotImplementedError(f"rank {self._ranks.rank} does not draw")
+
+
+class TrajectoryStream(ReceivingStream):
     """Sized iterable of `TrainBatch`.
 
     Args:
@@ -53,7 +104,7 @@ class TrajectoryStream:
         policy_version: the trainer's version; read when a draw begins.
         total_steps: optimizer steps of the whole run, those before a resume included.
         groups_per_step: groups of one draw.
-        num_micro_batches: micro-batches of one draw.
+        num_micro_batches: micro-batches of one draw, on each rank.
         pad_token_id: fills rows.
         advantage: name in `core.draw_advantages`.
         std_ddof: of the group's standard deviation.
@@ -67,6 +118,9 @@ class TrajectoryStream:
         may_reject: False in synchronous mode: a rejected group is an error there.
         on_draw: called with the groups of each draw, before it is handed out.
         waiting: context manager entered while the trainer waits for a draw.
+        on_nothing_to_learn: called when there is nothing to learn any more; the stream ends unless
+            it raises. None: the error is raised.
+        ranks: who else gets a part.
     """
 
     def __init__(
@@ -88,12 +142,17 @@ class TrajectoryStream:
         may_reject: bool,
         on_draw: Callable[[list[TrajectoryGroup]], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_nothing_to_learn: Callable[[NothingToLearnError], None] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        super().__init__(
+            ranks,
+            policy_version=policy_version,
+            total_steps=total_steps,
+            num_micro_batches=num_micro_batches,
+        )
         self._pool = pool
-        self._policy_version = policy_version
-        self._total_steps = total_steps
         self._groups_per_step = groups_per_step
-        self._num_micro_batches = num_micro_batches
         self._pad_token_id = pad_token_id
         self._advantage = advantage
         self._std_ddof = std_ddof
@@ -105,37 +164,34 @@ class TrajectoryStream:
         self._may_reject = may_reject
         self._on_draw = on_draw
         self._waiting = waiting
+        self._on_nothing_to_learn = on_nothing_to_learn
 
-    def __len__(self) -> int:
-        """Micro-batches of the whole run."""
-        return self._total_steps * self._num_micro_batches
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        """Draw, one step at a time, until all steps are done or the data ends."""
-        while (version := self._policy_version()) < self._total_steps:
-            try:
-                groups, report = self._draw(version)
-            except EndOfGroups:
-                return
-            # Arrival order depends on timing; the order of rows must not.
-            groups.sort(key=lambda group: group.prompt.uid)
-            self._on_draw(groups)
-            yield from collate(
-                groups,
-                version=version,
-                num_micro_batches=self._num_micro_batches,
-                pad_token_id=self._pad_token_id,
-                advantage=self._advantage,
-                std_ddof=self._std_ddof,
-                mask_truncated=self._mask_truncated,
-                keep_groups=self._keep_groups,
-                report=report,
-            )
-            if self._policy_version() != version + 1:
-                raise RuntimeError(
-                    f"the draw for version {version} was consumed, but the trainer is at version "
-                    f"{self._policy_version()}: one draw must be exactly one optimizer step"
-                )
+    def _next(self, version: PolicyVersion) -> list[list[TrainBatch]] | None:
+        """Draw; None if the data ends, or there is nothing left to learn."""
+        try:
+            groups, report = self._draw(version)
+        except EndOfGroups:
+            return None
+        except NothingToLearnError as error:
+            if self._on_nothing_to_learn is None:
+                raise
+            self._on_nothing_to_learn(error)
+            return None
+        # Arrival order depends on timing; the order of rows must not.
+        groups.sort(key=lambda group: group.prompt.uid)
+        self._on_draw(groups)
+        batches = collate(
+            groups,
+            version=version,
+            num_micro_batches=self._num_micro_batches * self._ranks.size,
+            pad_token_id=self._pad_token_id,
+            advantage=self._advantage,
+            std_ddof=self._std_ddof,
+            mask_truncated=self._mask_truncated,
+            keep_groups=self._keep_groups,
+            report=report,
+        )
+        return deal(batches, self._ranks.size)
 
     def _draw(self, version: PolicyVersion) -> tuple[list[TrajectoryGroup], DrawReport]:
         """Draw until there is a gradient; repetitions extend the same report."""
@@ -158,6 +214,7 @@ class TrajectoryStream:
             if self._has_gradient(groups):
                 return groups, _merged(reports)
             self._drop_empty(groups)
+            self._ranks.postpone()
 
     def _has_gradient(self, groups: Sequence[TrajectoryGroup]) -> bool:
         """Whether rewards differ among what is compared: a group, or the whole draw."""
@@ -170,6 +227,42 @@ class TrajectoryStream:
         rewards = {trajectory.reward for trajectory in trajectories}
         trained = not self._mask_truncated or any(not t.truncated for t in trajectories)
         return trained and (len(rewards) > 1 or not self._needs_spread)
+
+
+class EvaluationStream:
+    """One validation "batch": the scores of all held-out prompts.
+
+    Made by the same engine under one version.
+    """
+
+    def __init__(self, run: Callable[[], dict[str, float]]) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        """One."""
+        return 1
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        """Generate, score and summarize."""
+        yield self._run()
+
+
+def deal(batches: Sequence[TrainBatch], num_ranks: int) -> list[list[TrainBatch]]:
+    """Each rank's micro-batches of a draw, numbered and linked anew.
+
+    Dealt out in turn, so that the batches that the ranks compute at the same time are neighbors in
+    size.
+
+    Args:
+        batches: from `collate`, the longest rows first; changed in place.
+        num_ranks: divides their number.
+    """
+    hands = [list(batches[rank::num_ranks]) for rank in range(num_ranks)]
+    for hand in hands:
+        for index, batch in enumerate(hand):
+            batch.micro_batch_index, batch.num_micro_batches = index, len(hand)
+            batch.followers = tuple(hand[1:]) if index == 0 else ()
+    return hands
 
 
 def _merged(reports: Sequence[DrawReport]) -> DrawReport:

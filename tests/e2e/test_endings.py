@@ -62,7 +62,8 @@ def experiment(
     engine: DeterministicEngine,
     scorer: InProcessScorer,
 ) -> Experiment:
-    config = configure(tmp_path, "engine.max_restarts=0")  # the first error is the one to see
+    # the first request is one of training, and the first error is the one to see
+    config = configure(tmp_path, "engine.max_restarts=0", "data.held_out=0")
     return build_scripted(monkeypatch, config, engine, scorer)
 
 
@@ -147,6 +148,7 @@ def test_an_engine_that_stops_answering_ends_the_fit_at_a_deadline_that_names_it
     elif late == "start":
         engine.start_gate.shut()
     deadlines = (
+        "data.held_out=0",
         "trainer.draw_timeout_seconds=0.5",
         "engine.publish_timeout_seconds=0.5",
         "engine.startup_timeout_seconds=0.5",

@@ -12,6 +12,7 @@ from module_cases import (
     relative_difference,
 )
 from module_cases import own_logprobs as logprobs_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pace_lightning.rollout.vllm_weights import ServingDirectory
 from pace_lightning.rollout.weights import LazyWeights, compare_manifest, copy_weights
@@ -84,6 +85,17 @@ def test_only_the_layers_that_are_named_get_an_adapter():
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     }
+
+
+def test_experts_that_are_one_tensor_get_none_and_keep_their_published_names():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50, "num_experts": 4}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=16)
+    policy = AutoModelForCausalLM.from_config(config)
+    names = dict(policy.named_parameters()).keys()
+    add_adapters(policy, rank=2, alpha=2)
+    attention = [f"model.layers.0.self_attn.{x}_proj" for x in "kqvo"]
+    assert sorted(adapted_layers(policy)) == sorted(attention)
+    assert merged_weights(policy).keys() == names
 
 
 @pytest.mark.parametrize("name", ["qproj", "lm_head", "embed_tokens", "proj", "self_attn"])

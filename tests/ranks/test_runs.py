@@ -1,0 +1,122 @@
+"""Whole runs on two ranks: they end like those on one, however they end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments import ROOT, SMOKE, Command, read_lines, read_summary, run_command
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+log = logging.getLogger(__name__)
+
+STEPS = 4
+GROUPS_PER_STEP = 4
+ACCURACY = 1e-5
+SECONDS_TO_END = 60.0
+"""From a failure of one rank to the end of all, on a busy machine."""
+RUN = ("mode=sync", f"trainer.steps={STEPS}", "data.held_out=4", "eval.samples=1")
+
+
+@pytest.fixture(autouse=True)
+def from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on one rank."""
+    return train(tmp_path_factory.mktemp("alone"), "trainer.micro_batches=2")
+
+
+def train(directory: Path, *settings: str) -> Path:
+    run_dir = directory / "run"
+    code, output = run_command(
+        directory / "log", "train", SMOKE, f"run_dir={run_dir}", *RUN, *settings, seconds=500
+    )
+    assert code == 0, output
+    return run_dir
+
+
+def exported_logprobs(run_dir: Path) -> torch.Tensor:
+    """Of the model that is left for others, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "final")
+    tokens = torch.arange(3, 67).reshape(4, 16)
+    with torch.no_grad():
+        return model(tokens).logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_run_on_two_ranks_trains_what_one_rank_trains(
+    strategy: str, tmp_path: Path, alone: Path
+) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    settings = ("trainer.devices=2", f"trainer.strategy={strategy}", "trainer.micro_batches=1")
+    run_dir = train(tmp_path, *settings)
+    summary, expected = read_summary(run_dir), read_summary(alone)
+    assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    assert summary["fates"]["trained"] == STEPS * GROUPS_PER_STEP
+    for name in ("fates", "fates_tokens", "tokens_trained", "pass_rate_before", "pass_rate_after"):
+        assert summary[name] == expected[name], name
+    assert [without_seconds(line) for line in read_lines(run_dir / "draws.jsonl")] == [
+        without_seconds(line) for line in read_lines(alone / "draws.jsonl")
+    ]
+    assert [line["version"] for line in read_lines(run_dir / "draws.jsonl")] == [*range(STEPS)]
+    ours, theirs = (
+        load_file(directory / "checkpoints" / "final" / "model.safetensors")
+        for directory in (run_dir, alone)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=ACCURACY)
+    difference = exported_logprobs(run_dir) - exported_logprobs(alone)
+    assert float(difference.abs().max()) < 10 * ACCURACY
+
+
+def without_seconds(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.endswith("_seconds")}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("break_step_of_rank_1", "rank 1 failed: Broken: in the step"),
+        ("crash_engine_of_rank_0", "in the engine"),
+    ],
+)
+def test_a_failure_of_one_rank_ends_all_with_its_error(
+    fault: str, error: str, tmp_path: Path
+) -> None:
+    reached, run_dir = tmp_path / "reached", tmp_path / "run"
+    settings = (
+        f"run_dir={run_dir}",
+        "trainer.steps=100000",
+        "trainer.devices=2",
+        "engine.max_restarts=0",
+        "data.held_out=0",
+    )
+    environment = {"FAULT": fault, "FAULT_FILE": str(reached)}
+    arguments = ("train", SMOKE, *settings)
+    with Command(
+        tmp_path / "log", *arguments, module="faulty_run", environment=environment
+    ) as command:
+        command.until(reached.exists, seconds=300, what="the fault")
+        begin = time.monotonic()
+        assert command.wait(SECONDS_TO_END) == 1, command.output()
+        seconds = time.monotonic() - begin
+        assert command.children() == []
+        output = command.output()
+    log.info("%s: ended %.1f s after the fault", fault, seconds)
+    summary = read_summary(run_dir)
+    assert summary["status"] == "failed"
+    assert error in summary["error"]
+    assert "ended with code 1; the other ranks end too" in output
+    assert output.count(error.rpartition(": ")[2]) >= 2, "both ranks say it"
