@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.config_explain import lora_alpha, shares_prompts
-from pace_lightning.config_methods import objective_of, proximal_settings
+from pace_lightning.config_methods import keeps_reference, objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -76,7 +76,7 @@ def _reference(config: Config, policy: Any) -> Any:
 
     Without its adapters, the policy is what it was.
     """
-    if not config.loss.kl_coef or config.model.lora.rank:
+    if not keeps_reference(config) or config.model.lora.rank:
         return None
     return copy_for_engine(policy, torch.float32)
 

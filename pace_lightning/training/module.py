@@ -130,8 +130,7 @@ class PolicyModule(pl.LightningModule):
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
         self._is_last = False  # the present micro-batch, of its draw
         self._cumulated_rate = 0.0
-        self.step_metrics: dict[str, float] = {}
-        """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        self.step_metrics: dict[str, float] = {}  # of the last step, over the whole draw
         if kl_coef and reference is None and not lora.adapted_layers(policy):
             raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
@@ -202,10 +201,9 @@ class PolicyModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
+        """Clip to ``max_grad_norm``, unless DeepSpeed does; refuse what would destroy the weights.
 
-        Done here and not by Lightning, which refuses fused optimizers under mixed precision,
-        although bfloat16 needs no unscaling. DeepSpeed clips what it has partitioned itself.
+        Not by Lightning, which refuses fused optimizers under mixed precision.
         """
         if gradients.deepspeed_engine(self.trainer) is None:
             norm = gradients.clip_gradients(self.policy.parameters(), self._max_grad_norm)
@@ -311,6 +309,9 @@ class PolicyModule(pl.LightningModule):
                 rewards=batch.rewards,
                 group_ids=batch.group_ids,
                 score_square_norms=self._score_square_norms(batch, own),
+                reference_logprobs=self._reference_logprobs(batch)
+                if (self._objective.returns or {}).get("kl_coef")
+                else None,
             )
             for batch, own in zip(batches, logprobs, strict=True)
         ]
@@ -379,11 +380,10 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        lifetime = self._lifetime_budget
         limit = largest_rate(
             mean_lag_versions=0.0 if self._stale_budget is None else self._statistics.mean_lag,
             stale_budget=self._stale_budget,
-            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_budget=self._lifetime_budget and self._lifetime_budget - self._cumulated_rate,
             remaining_steps=self.trainer.max_steps - self.policy_version,
         )
         return min(factor, limit / scheduled) if scheduled else factor
