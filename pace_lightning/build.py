@@ -57,6 +57,7 @@ from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
 from pace_lightning.training.policy import copy_for_engine
+from pace_lightning.training.random_state import RandomState
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.timing import TimeLedger
 
@@ -177,6 +178,7 @@ def build(
             emit=emit,
         ),
         weight_sync,
+        RandomState(),
         staleness,
         PoolMonitor(run_dir / "draws.jsonl"),
         admission,

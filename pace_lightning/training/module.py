@@ -18,12 +18,7 @@ from torch import Tensor
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.batch_advantages import score_square_norm_proxy
-from pace_lightning.core.logprobs import (
-    entropy,
-    shared_prompt_logprobs,
-    sum_square_probs,
-    token_logprobs,
-)
+from pace_lightning.core.logprobs import Fused, sum_square_probs
 from pace_lightning.core.losses import k3_kl
 from pace_lightning.core.objective import (
     Objective,
@@ -37,6 +32,7 @@ from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training import gradients, lora
+from pace_lightning.training.batch_logprobs import batch_logprobs
 from pace_lightning.training.gradients import NonFiniteLossError
 from pace_lightning.training.optimizer import adamw
 from pace_lightning.training.own_scores import InterruptionScores
@@ -76,6 +72,8 @@ class PolicyModule(pl.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
             checkpointing.
+        pack_rows: compute no padding; excludes shared prompts.
+        fused: kernel of the log-probs, see `batch_logprobs`.
         ranks: who trains along.
     """
 
@@ -100,6 +98,8 @@ class PolicyModule(pl.LightningModule):
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         share_prompts: bool = False,
+        pack_rows: bool = False,
+        fused: Fused | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
@@ -108,7 +108,6 @@ class PolicyModule(pl.LightningModule):
         self._objective = objective
         self._proximal = proximal or Memoryless(bypass)
         self._opob_norms = opob_norms
-        self._temperature = temperature
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self._betas = betas
@@ -118,8 +117,14 @@ class PolicyModule(pl.LightningModule):
         self._stale_budget = stale_budget
         self._lifetime_budget = lifetime_budget
         self._kl_coef = kl_coef
-        self._chunk_tokens = chunk_tokens
-        self._share_prompts = share_prompts
+        self._batch_logprobs = functools.partial(
+            batch_logprobs,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            share_prompts=share_prompts,
+            pack_rows=pack_rows,
+            fused=fused,
+        )
         self._ranks = ranks
         self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
@@ -383,18 +388,5 @@ class PolicyModule(pl.LightningModule):
         )
         return min(factor, limit / scheduled) if scheduled else factor
 
-    def _logprobs(
-        self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
-    ) -> tuple[Tensor, Tensor]:
-        compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
-        if self._share_prompts:
-            compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
-        return compute(
-            model,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.loss_mask,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-            statistic=statistic,
-        )
+    def _logprobs(self, model: Any, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor]:
+        return self._batch_logprobs(model, batch, **options)
