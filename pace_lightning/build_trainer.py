@@ -30,7 +30,7 @@ from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import load_policy, load_tokenizer
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.run_files import RunFiles
-from pace_lightning.training.strategies import ZeroStrategy
+from pace_lightning.training.strategies import ShardedStrategy, ZeroStrategy
 from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
@@ -205,6 +205,8 @@ def strategy(config: Config) -> Strategy | str:
     name, offload = chosen_strategy(config), config.trainer.offload
     if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True)
+    if name == "fsdp":
+        return ShardedStrategy(num_ranks(config))
     if name in DEEPSPEED:
         return ZeroStrategy(
             DEEPSPEED.index(name) + 1,

@@ -110,7 +110,7 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
     """The newest checkpoint that is whole, and its version."""
     files = [
         (int(match[1]), int(match[2] or 0), path)
-        for path in (run_dir / "checkpoints").glob("version-*.ckpt")
+        for path in (run_dir / "checkpoints").glob("version-*.ckpt")  # a directory if sharded
         # a version that is saved again beside a file that is there already gets a suffix
         if (match := re.fullmatch(r"version-(\d+)(?:-v(\d+))?", path.stem))
     ]
@@ -119,7 +119,9 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
             f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); "
             "start a new run instead"
         )
-    for *_, path in sorted(files, reverse=True):
+    for version, _, path in sorted(files, reverse=True):
+        if path.is_dir():  # it got its name when it was complete
+            return path, version
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             return path, state["global_step"]

@@ -37,6 +37,7 @@ from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training import gradients, lora
+from pace_lightning.training.gather import with_weights
 from pace_lightning.training.gradients import NonFiniteLossError
 from pace_lightning.training.optimizer import adamw
 from pace_lightning.training.own_scores import InterruptionScores
@@ -213,10 +214,7 @@ class PolicyModule(pl.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step with a rate that fits the draw; then put the scheduled rate back.
-
-        DeepSpeed counts micro-batches itself, and is called for each of them.
-        """
+        """Step with a rate that fits the draw, then put the scheduled rate back."""
         scheduled = [group["lr"] for group in optimizer.param_groups]
 
         def closure() -> Any:  # gradients are complete after it, and the step comes next
@@ -235,7 +233,7 @@ class PolicyModule(pl.LightningModule):
         finally:
             for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
                 group["lr"] = rate
-        if not self._is_last:
+        if not self._is_last:  # DeepSpeed counts micro-batches itself
             return
         if (norm := gradients.deepspeed_norm(self.trainer)) is not None:
             self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
@@ -389,8 +387,9 @@ class PolicyModule(pl.LightningModule):
         compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         if self._share_prompts:
             compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
-        return compute(
+        return with_weights(
             model,
+            compute,
             batch.input_ids,
             batch.attention_mask,
             batch.loss_mask,
