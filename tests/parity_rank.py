@@ -18,6 +18,7 @@ from pace_lightning.build_trainer import build_trainer, ranks_of
 from pace_lightning.config_checks import check
 from pace_lightning.config_load import load
 from pace_lightning.core.batch import collate
+from pace_lightning.training import gather
 from pace_lightning.training.gather import gather_weights, is_partitioned
 from pace_lightning.training.gradients import deepspeed_engine
 from pace_lightning.training.policy import load_policy
@@ -123,6 +124,26 @@ class Recorder(pl.Callback):
         if weights:
             flat = [tensor.detach().float().flatten().cpu() for tensor in weights.values()]
             self.seen["weights"].append(torch.cat(flat).clone())
+        if trainer.global_step == trainer.max_steps:
+            sizes = (1, 64 << 10, 1 << 30)
+            self.seen["peaks"] = {size: peak_bytes(pl_module.policy, size) for size in sizes}
+
+
+def peak_bytes(policy, bucket_bytes):
+    """The most that is whole at once while ZeRO-3 gathers all weights by such buckets."""
+    seen, whole = [], gather._whole
+
+    def watched(bucket):
+        for item in whole(bucket):
+            seen.append(sum(p.data.nbytes for p in policy.parameters()))
+            yield item
+
+    gather._whole = watched
+    try:
+        gather_weights(policy, keep=False, bucket_bytes=bucket_bytes)
+    finally:
+        gather._whole = whole
+    return max(seen, default=0)
 
 
 def whole_gradients(module):

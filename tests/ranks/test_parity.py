@@ -117,6 +117,17 @@ def test_the_comparison_would_see_missing_clipping(
     assert difference(unclipped, reference, "weights", STEPS - 1) > 5 * TOLERANCE
 
 
+def test_a_publication_holds_one_bucket_at_a_time(tmp_path: Path, paths: None) -> None:
+    pytest.importorskip("deepspeed")
+    num_ranks, *settings = ARMS["zero3"]
+    seen = run(tmp_path / "arm", num_ranks, *settings, "trainer.steps=1", "optim.warmup_steps=0")
+    sizes = [p.nbytes for p in parity_rank.initial_policy().parameters()]
+    by_parameter, by_bucket, at_once = (seen["peaks"][size] for size in sorted(seen["peaks"]))
+    assert by_parameter == max(sizes)
+    assert max(sizes) < by_bucket <= max(64 << 10, max(sizes))
+    assert at_once == sum(sizes)
+
+
 @pytest.mark.parametrize("arm", ["ddp", "fsdp", "zero2", "zero3"])
 def test_a_resumed_run_takes_the_same_steps_bit_for_bit(
     arm: str, tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch
