@@ -81,9 +81,9 @@ check: lint types test-fast  ## run lint, types and the fast tests, as before a 
 train: engine  ## train CONF, with SET="key=value ..." on top, on N ranks
 	$(PACE) train $(CONF) $(SET) $(if $(N),trainer.devices=$(N))
 
-resume: $(READY)  ## go on with the run in RUN
+resume: $(READY)  ## go on with the run in RUN, with SET="key=value ..." changed
 	$(if $(RUN),,$(error name the run directory, for example: make resume RUN=runs/quickstart/TIME))
-	$(PACE) resume $(RUN)
+	$(PACE) resume $(RUN) $(SET)
 
 eval: engine  ## evaluate the model of CONF, with SET on top
 	$(PACE) eval $(CONF) $(SET)

@@ -66,8 +66,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "resume":
         from pace_lightning.run import resume, resumed_config
 
-        num_ranks = _ranks_to_launch(resumed_config(Path(options.run_dir)))
-        return launch(num_ranks, _emit) if num_ranks else resume(Path(options.run_dir), _emit)
+        run_dir, overrides = Path(options.run_dir), options.overrides
+        num_ranks = _ranks_to_launch(resumed_config(run_dir, overrides))
+        return launch(num_ranks, _emit) if num_ranks else resume(run_dir, _emit, overrides)
     if options.command == "compare":
         from pace_lightning.compare.command import compare
 
@@ -140,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     command = commands.add_parser("resume", help="go on from a run's newest checkpoint")
     command.add_argument("run_dir", metavar="RUN_DIR")
+    command.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="settings that change from now on; docs/reliability.md lists those that may",
+    )
     command = commands.add_parser(
         "compare", help="run a grid of experiments and seeds; write a table, plots and a page"
     )

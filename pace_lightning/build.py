@@ -42,6 +42,7 @@ from pace_lightning.config_explain import (
     shares_prompts,
     thread_layout,
 )
+from pace_lightning.config_methods import keeps_reference
 from pace_lightning.core.admission import AdmissionPolicy, AdmitAll, MaxLag
 from pace_lightning.core.dispatch import AheadBound, Dispatch, FixedSlots
 from pace_lightning.core.pace import Pace, PrefixRescore, RejectionBudget, prefix_forgetting
@@ -56,6 +57,7 @@ from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
 from pace_lightning.training.policy import copy_for_engine
+from pace_lightning.training.random_state import RandomState
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.timing import TimeLedger
 
@@ -142,7 +144,7 @@ def build(
         patience=patience(config),
         drop_zero_variance=config.rollout.dynamic_sampling,
         max_empty_groups=config.trainer.max_empty_groups,
-        require_gradient=config.loss.kl_coef == 0,
+        require_gradient=not keeps_reference(config),
         startup_timeout_seconds=config.engine.startup_timeout_seconds,
         publish_timeout_seconds=config.engine.publish_timeout_seconds,
         engine_threads_while_waiting=all_threads,
@@ -176,6 +178,7 @@ def build(
             emit=emit,
         ),
         weight_sync,
+        RandomState(),
         staleness,
         PoolMonitor(run_dir / "draws.jsonl"),
         admission,

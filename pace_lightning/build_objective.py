@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pace_lightning.config import Config
 from pace_lightning.config_explain import lora_alpha, shares_prompts
-from pace_lightning.config_methods import objective_of, proximal_settings
+from pace_lightning.config_methods import keeps_reference, objective_of, proximal_settings
 from pace_lightning.core.proximal import ewma_decay
 from pace_lightning.core.proximal_sources import (
     Memoryless,
@@ -21,6 +21,7 @@ from pace_lightning.core.proximal_sources import (
     recompute,
 )
 from pace_lightning.core.step_size import ess_scale
+from pace_lightning.training.batch_logprobs import check_gpu_ways, liger_logprobs
 from pace_lightning.training.lora import add_adapters
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.own_scores import InterruptionScores
@@ -33,9 +34,10 @@ def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyMo
     """The module that trains ``policy``, which gets its adapters here: the engine is built before.
 
     Raises:
-        ModelError: if the model cannot have the adapters.
+        ModelError: if the model cannot have the adapters, or the machine has no GPU for a setting.
     """
     loss, optim, lora = config.loss, config.optim, config.model.lora
+    check_gpu_ways(pack_rows=config.model.pack_rows, fused=config.model.fused_logprobs)
     if lora.rank:
         add_adapters(
             policy,
@@ -63,6 +65,8 @@ def policy_module(config: Config, policy: Any, ranks: Ranks = ALONE) -> PolicyMo
         chunk_tokens=config.model.logprob_chunk_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prompts=shares_prompts(config),
+        pack_rows=config.model.pack_rows,
+        fused=liger_logprobs if config.model.fused_logprobs else None,
         ranks=ranks,
     )
 
@@ -72,7 +76,7 @@ def _reference(config: Config, policy: Any) -> Any:
 
     Without its adapters, the policy is what it was.
     """
-    if not config.loss.kl_coef or config.model.lora.rank:
+    if not keeps_reference(config) or config.model.lora.rank:
         return None
     return copy_for_engine(policy, torch.float32)
 

@@ -19,9 +19,11 @@ from pace_lightning.build_objective import policy_module
 from pace_lightning.build_tasks import warm_started
 from pace_lightning.config import Config, KVCache
 from pace_lightning.config_explain import thread_layout
+from pace_lightning.config_load import to_yaml
 from pace_lightning.config_ranks import DEEPSPEED, chosen_strategy, message_timeout, num_ranks
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.bookends import Bookends
+from pace_lightning.training.checkpoint_files import RunCheckpointIO
 from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.follower import FollowerDataModule
@@ -31,7 +33,7 @@ from pace_lightning.training.policy import load_policy, load_tokenizer
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.run_files import RunFiles
 from pace_lightning.training.strategies import ShardedStrategy, ZeroStrategy
-from pace_lightning.training.timing import Pacing, RunCheckpointIO, TimeLedger
+from pace_lightning.training.timing import Pacing, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
 
@@ -191,7 +193,7 @@ def build_trainer(
         else False,
         log_every_n_steps=1,
         callbacks=[*callbacks, *_checkpoints(config, run_dir)],
-        plugins=[RunCheckpointIO(time_ledger)],
+        plugins=[RunCheckpointIO(time_ledger, to_yaml(config))],
         enable_checkpointing=bool(config.trainer.checkpoint_every_steps),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -206,11 +208,12 @@ def strategy(config: Config) -> Strategy | str:
     if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True)
     if name == "fsdp":
-        return ShardedStrategy(num_ranks(config))
+        return ShardedStrategy(num_ranks(config), config=to_yaml(config))
     if name in DEEPSPEED:
         return ZeroStrategy(
             DEEPSPEED.index(name) + 1,
             max_grad_norm=config.optim.max_grad_norm,
+            config=to_yaml(config),
             offload_optimizer=offload != "none",
             offload_parameters=offload == "parameters",
         )

@@ -98,8 +98,15 @@ class ModelConfig:
     shared_prompts: bool | None = None
     """Compute the prompt that a group's responses share once.
 
-    None: yes, unless gradient checkpointing is on.
+    None: yes, unless gradient checkpointing or ``pack_rows`` is on.
     """
+    pack_rows: bool = False
+    """Lay the rows of a micro-batch end to end, so that no padding is computed.
+
+    On GPUs, with an ``attention`` of variable lengths, ``flash_attention_2`` or ``_3``.
+    """
+    fused_logprobs: bool = False
+    """Compute log-probs by Liger's fused kernel, which never holds the logits; on GPUs."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose vocabulary row is held in memory at once."""
 

@@ -82,7 +82,8 @@ def is_vllm_installed() -> bool:
 def shares_prompts(config: Config) -> bool:
     """Whether the trainer computes each group's prompt once."""
     chosen = config.model.shared_prompts
-    return not config.model.gradient_checkpointing if chosen is None else chosen
+    excluded = config.model.gradient_checkpointing or config.model.pack_rows
+    return not excluded if chosen is None else chosen
 
 
 def lora_alpha(config: Config) -> float:

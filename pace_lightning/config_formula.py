@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pace_lightning.config import Config
-from pace_lightning.config_methods import corrections_of, head_settings
+from pace_lightning.config_methods import corrections_of, head_settings, returns_of
 from pace_lightning.core.corrections import METHODS
 from pace_lightning.core.heads import HEADS
 
@@ -53,7 +53,14 @@ def anchor_text(config: Config) -> str:
 
 def advantage_text(config: Config) -> str:
     """What the advantage is."""
-    return ADVANTAGES[config.loss.advantage].format(ddof=config.loss.std_ddof)
+    text = ADVANTAGES[config.loss.advantage].format(ddof=config.loss.std_ddof)
+    if (returns := returns_of(config)) is None:
+        return text
+    return (
+        f"return of each token, discounted by {returns['gamma']:g}, with a reward of "
+        f"-{returns['kl_coef']:g} (log pi - log of the initial weights) at each token; whitened "
+        "over the tokens of the step"
+    )
 
 
 def objective_text(config: Config) -> str:

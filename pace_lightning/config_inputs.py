@@ -26,6 +26,13 @@ def model_problems(config: Config) -> Iterator[str]:
             "model.shared_prompts and model.gradient_checkpointing are both true, but the first "
             "keeps the keys and values that the second recomputes; choose one"
         )
+    if config.model.pack_rows and not config.model.attention.startswith("flash_attention"):
+        yield (
+            f"model.pack_rows is true, but model.attention {config.model.attention} computes what "
+            "packed rows must not see; set model.attention: flash_attention_2"
+        )
+    if config.model.pack_rows and config.model.shared_prompts:
+        yield "model.pack_rows and model.shared_prompts are both true; choose one"
     lora = config.model.lora
     if lora.rank == 0 and (lora.alpha is not None or lora.target_modules):
         yield (

@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
+from pace_lightning.config_ranks import chosen_strategy, num_ranks
 from pace_lightning.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def memory_of(config: Config, shape: ModelShape) -> tuple[TrainerMemory, EngineM
     """The memory of a configuration; an upper bound on what its responses need."""
     from pace_lightning.config_explain import shares_prompts
 
-    trainer, rollout, ranks = config.trainer, config.rollout, 1
+    trainer, rollout, ranks = config.trainer, config.rollout, num_ranks(config)
     prompt, response = config.data.max_prompt_tokens, rollout.max_new_tokens
     responses = trainer.groups_per_step * rollout.group_size
     rows = math.ceil(responses / (ranks * trainer.micro_batches))
@@ -174,7 +175,9 @@ def memory_of(config: Config, shape: ModelShape) -> tuple[TrainerMemory, EngineM
     sequence = prompt + max(response, config.eval.max_new_tokens or 0)
     return trainer_memory(
         shape,
+        strategy=chosen_strategy(config),
         ranks=ranks,
+        offload=trainer.offload,
         mixed=mixed,
         tokens=prompts * prompt + rows * response,
         logit_tokens=min(config.model.logprob_chunk_tokens, rows * response),

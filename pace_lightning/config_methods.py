@@ -19,6 +19,7 @@ from pace_lightning.core.corrections import METHODS
 from pace_lightning.core.draw_advantages import DRAW_ADVANTAGES, GROUP_BASELINES
 from pace_lightning.core.heads import HEADS, settings_of
 from pace_lightning.core.objective import Objective, Scored, objective_loss, prepare
+from pace_lightning.core.token_returns import token_advantages
 
 CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
 """Settings of heads that are keys of their own."""
@@ -61,6 +62,11 @@ OTHER_NAMES = {
 }
 """What the field calls some methods, and which parts they are of."""
 
+RETURN_SETTINGS: dict[str, Any] = settings_of(token_advantages)
+"""Settings of the advantage ``reinforce_plus_plus``, with defaults."""
+
+ADVANTAGE_SETTINGS = {"opob": OPOB_SETTINGS, "reinforce_plus_plus": RETURN_SETTINGS}
+
 GROUP_CORRECTIONS = tuple(name for name, method in METHODS.items() if method.takes("group_ids"))
 
 
@@ -95,7 +101,21 @@ def objective_of(config: Config) -> Objective:
         max_length=config.rollout.max_new_tokens,
         has_proximal=loss.proximal != "none",
         opob=opob if loss.advantage == "opob" else None,
+        returns=returns_of(config),
     )
+
+
+def returns_of(config: Config) -> dict[str, float] | None:
+    """Settings of returns of tokens; None where a response has one advantage."""
+    if config.loss.advantage != "reinforce_plus_plus":
+        return None
+    settings = RETURN_SETTINGS | dict(config.loss.advantage_settings)
+    return settings if settings != RETURN_SETTINGS else None
+
+
+def keeps_reference(config: Config) -> bool:
+    """Whether the initial weights are needed: for a penalty, in the loss or in the reward."""
+    return bool(config.loss.kl_coef or (returns_of(config) or {}).get("kl_coef"))
 
 
 def ignored_pace(config: Config) -> Iterator[str]:
@@ -130,6 +150,7 @@ def probe_problems(config: Config) -> Iterator[str]:
         rewards=torch.tensor([1.0, 0.0]),
         group_ids=torch.tensor([0, 0]),
         score_square_norms=torch.ones(2),
+        reference_logprobs=logprobs,
     )
     try:
         (terms,) = prepare(objective, [part], num_tokens=4, num_sequences=2)
@@ -186,7 +207,7 @@ def _setting_problems(config: Config) -> Iterator[str]:
     known = PROXIMAL_SETTINGS[loss.proximal]
     problems = list(_settings("loss.proximal_settings", loss.proximal_settings, known))
     yield from problems or _proximal_problems(config)
-    known = OPOB_SETTINGS if loss.advantage == "opob" else {}
+    known = ADVANTAGE_SETTINGS.get(loss.advantage, {})
     yield from _settings("loss.advantage_settings", loss.advantage_settings, known)
     norms = loss.advantage_settings.get("norms", "proxy")
     if norms not in ("proxy", "exact"):

@@ -27,7 +27,7 @@ class LossConfig:
     """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``opob`` (VCPO), ``reinforce_plus_plus`` or
     ``reinforce_plus_plus_baseline``."""
     advantage_settings: dict[str, Any] = field(default_factory=dict)
-    """Of ``opob``, by name."""
+    """Of ``opob`` and ``reinforce_plus_plus``, by name."""
     std_ddof: int = 1
     """0 or 1: the group's standard deviation divides by G or by G - 1."""
     proximal: str = "none"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +78,27 @@ class ModelShape:
         return self.layers * rank * sum(sum(sizes) for sizes in self.linear_sizes)
 
 
-_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocabulary": 151_936, "qk_norm": True}
-_QWEN3_4B = ModelShape(36, 2560, 32, intermediate=9728, tied=True, **_QWEN3)
-_QWEN3_8B = ModelShape(36, 4096, 32, intermediate=12_288, **_QWEN3)
-_QWEN3_30B_A3B = ModelShape(
-    48,
-    2048,
-    32,
+_QWEN3_4B = ModelShape(
+    layers=36,
+    hidden=2560,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=9728,
+    vocabulary=151_936,
+    tied=True,
+    qk_norm=True,
+)
+_QWEN3_8B = replace(_QWEN3_4B, hidden=4096, intermediate=12_288, tied=False)
+_QWEN3_30B_A3B = replace(
+    _QWEN3_8B,
+    layers=48,
+    hidden=2048,
+    kv_heads=4,
     intermediate=6144,
     experts=128,
     experts_per_token=8,
     expert_intermediate=768,
-    **(_QWEN3 | {"kv_heads": 4}),
 )
 
 KNOWN = {

@@ -9,14 +9,12 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pace_lightning.build import Experiment, build
 from pace_lightning.build_reliability import watchdog
@@ -25,10 +23,13 @@ from pace_lightning.config import Config, ConfigError
 from pace_lightning.config_checks import check
 from pace_lightning.config_explain import run_directory
 from pace_lightning.config_load import load, to_yaml
+from pace_lightning.config_resume import check_changes
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
+from pace_lightning.training.checkpoint_files import read_checkpoint
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.run_files import keep_lines_before
+from pace_lightning.training.strategies import CONFIG
 
 Emit = Callable[[str], None]
 
@@ -57,23 +58,34 @@ def train(config: Config, emit: Emit) -> int:
         raise
 
 
-def resume(run_dir: Path, emit: Emit) -> int:
-    """Go on from the newest checkpoint of a run. Returns the exit code."""
-    config = resumed_config(run_dir)
+def resume(run_dir: Path, emit: Emit, overrides: Sequence[str] = ()) -> int:
+    """Go on from the newest checkpoint of a run. Returns the exit code.
+
+    Args:
+        run_dir: of the run.
+        emit: prints a line for the user.
+        overrides: settings that change from now on; see `config_resume`.
+    """
+    config = resumed_config(run_dir, overrides)
     logging.getLogger().setLevel(config.logging.level.upper())
-    checkpoint, version = _newest_checkpoint(run_dir, emit)
+    checkpoint, version, made_with = _newest_checkpoint(run_dir, emit)
+    changes = check_changes(made_with, to_yaml(config), version=version)
     if ranks_of(config).rank:
         return _follow(config, run_dir, checkpoint=checkpoint)
+    for change in changes:
+        emit(f"changed: {change}")
+    if overrides:
+        _write(run_dir / "config.yaml", to_yaml(config))
     emit(f"resuming at version {version} from {checkpoint}")
     keep_lines_before(run_dir / "samples.jsonl", version)
     return _fit(config, run_dir, emit, checkpoint=checkpoint, version=version)
 
 
-def resumed_config(run_dir: Path) -> Config:
-    """The configuration of a run that is there already."""
+def resumed_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run that is there already, with settings on top."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
-    config = load(run_dir / "config.yaml")
+    config = load(run_dir / "config.yaml", overrides)
     check(config)
     return config
 
@@ -106,8 +118,8 @@ def evaluate(config: Config, emit: Emit) -> int:
     return 0
 
 
-def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
-    """The newest checkpoint that is whole, and its version."""
+def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion, str]:
+    """The newest checkpoint that is whole, its version, and the configuration it was made with."""
     files = [
         (int(match[1]), int(match[2] or 0), path)
         for path in (run_dir / "checkpoints").glob("version-*.ckpt")  # a directory if sharded
@@ -121,10 +133,10 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion]:
         )
     for version, _, path in sorted(files, reverse=True):
         if path.is_dir():  # it got its name when it was complete
-            return path, version
+            return path, version, (path / CONFIG).read_text()
         try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return path, state["global_step"]
+            state = read_checkpoint(path)
+            return path, state["global_step"], state["config"]
         except Exception as error:
             emit(f"{path} cannot be read, trying the one before it: {error!r:.200}")
     raise ConfigError(
@@ -237,9 +249,14 @@ def _outcome(experiment: Experiment, steps: int) -> dict[str, Any]:
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    scratch = run_dir / ".summary.json.part"
-    scratch.write_text(json.dumps(summary, indent=2) + "\n")
-    scratch.replace(run_dir / "summary.json")
+    _write(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all."""
+    scratch = path.with_name(f".{path.name}.part")
+    scratch.write_text(text)
+    scratch.replace(path)
 
 
 def _build(

@@ -61,6 +61,14 @@ def until(predicate: Callable[[], object], *, seconds: float, what: str) -> None
         time.sleep(0.02)
 
 
+def measured(what: str, begin: float) -> None:
+    """Seconds from a fault to its outcome, as docs/reliability.md lists them."""
+    path = os.environ.get("RELIABILITY_TIMES")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"fault": what, "seconds": time.monotonic() - begin}) + "\n")
+
+
 # --- commands in processes of their own ---
 
 

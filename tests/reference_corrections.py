@@ -52,8 +52,9 @@ def correction(name: str, p: Array, mu: Array, mask: Bools, A: Array, groups: li
     denominators = group_denominators(name, mu, mask, d, groups, s)
     for i, row in enumerate(d):
         for k, token in enumerate(row):
+            log_p = token_log_p(p, mask, i)
             weights[i][k], keeps[i][k] = one_token(
-                name, token, row, advantage[i][k], denominators[i], token_log_p(p, mask, i), s
+                name, token, row, advantage[i][k], denominators[i], log_p, s, row[:k]
             )
             if not keeps[i][k]:
                 weights[i][k] = 0.0
@@ -86,7 +87,7 @@ def group_denominators(name, mu, mask, d, groups, s) -> list[float]:
     return result
 
 
-def one_token(name, d, row, a, denominator, log_p, s) -> tuple[float, bool]:
+def one_token(name, d, row, a, denominator, log_p, s, before) -> tuple[float, bool]:
     """Weight and keep of one trained token."""
     level = s.get("level")
     if name in ("tis", "mis", "rs"):
@@ -113,6 +114,12 @@ def one_token(name, d, row, a, denominator, log_p, s) -> tuple[float, bool]:
         return 1.0, value <= s.get("upper", {"k2_rs": 2.0, "k3_rs": 0.01}[name])
     if name == "opsm":
         return 1.0, not (a < 0 and -math.fsum(row) / len(row) > s.get("delta", 1e-4))
+    if name == "carm":
+        return 1.0, math.exp(math.fsum(abs(x) for x in row) / len(row)) <= s.get("upper", 1.1)
+    if name == "gipo":
+        return math.exp(d) * math.exp(-(d**2) / (2 * s.get("sigma", 0.5) ** 2)), True
+    if name == "mu_grpo":
+        return 1.0, a >= 0 or max([0.0, *(math.exp(x) for x in before)]) <= s.get("upper", 2.0)
     r = math.exp(row_log_ratio(row, "sequence"))
     if name == "gmc_grpo":
         return denominator * r, True

@@ -46,18 +46,37 @@ def cispo(
     return -weight * a * pi, -weight * a
 
 
-def dppo_tv(pi: float, anchor: float, a: float, *, limit: float, cap: float) -> Token:
-    p, q = math.exp(pi), math.exp(anchor)
-    if (a > 0 and p - q > limit) or (a <= 0 and q - p > limit):
-        return 0.0, 0.0
+def dppo_tv(
+    pi: float,
+    anchor: float,
+    a: float,
+    *,
+    limit: float,
+    cap: float,
+    both: bool = False,
+    penalty: float = 0.0,
+) -> Token:
+    p, q, d = math.exp(pi), math.exp(anchor), pi - anchor
+    loss, slope = penalty * d**2, 2 * penalty * d
+    if (a > 0 or both) and p - q > limit:
+        return loss, slope
+    if (a <= 0 or both) and q - p > limit:
+        return loss, slope
     weight = min(p / q, cap)
-    return -weight * a * pi, -weight * a
+    return loss - weight * a * pi, slope - weight * a
 
 
-def dppo_kl(pi: float, anchor: float, a: float, *, limit: float, cap: float) -> Token:
+def dro(pi: float, anchor: float, a: float, *, beta: float) -> Token:
+    d = pi - anchor
+    return -a * pi + beta / 2 * d**2, -a + beta * d
+
+
+def dppo_kl(
+    pi: float, anchor: float, a: float, *, limit: float, cap: float, both: bool = False
+) -> Token:
     p, q = math.exp(pi), math.exp(anchor)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    if kl > limit and ((a > 0 and p > q) or (a <= 0 and p < q)):
+    if kl > limit and (both or (a > 0 and p > q) or (a <= 0 and p < q)):
         return 0.0, 0.0
     weight = min(p / q, cap)
     return -weight * a * pi, -weight * a

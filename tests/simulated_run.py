@@ -460,6 +460,10 @@ class Sync(WeightSync):
         super().__init__(process.data, every_steps=process.scenario.every_steps)
         self._process = process
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._publish()
+        self._process.data.worker.train()
+
     def _publish_lagged(self, _: Any) -> None:
         self._publish()
 

@@ -412,6 +412,15 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
             ["model.shared_prompts=true", "model.gradient_checkpointing=true"],
             "model.shared_prompts and model.gradient_checkpointing are both true",
         ),
+        (["model.pack_rows=true"], "set model.attention: flash_attention_2"),
+        (
+            [
+                "model.pack_rows=true",
+                "model.attention=flash_attention_2",
+                "model.shared_prompts=true",
+            ],
+            "model.pack_rows and model.shared_prompts are both true",
+        ),
         (["data.sources=[]"], "data.sources is empty"),
         (["data.eval_sources=[{path: y}]"], "data.held_out is 2, but data.eval_sources is set"),
         (["data.sources.0.size=2"], "the sources have 2 prompts in all: nothing is left"),

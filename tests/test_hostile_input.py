@@ -65,11 +65,16 @@ def test_the_trap_works(tmp_path):
 def test_a_checkpoint_with_code_is_not_run_and_the_one_before_it_is_used(tmp_path, trap):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    torch.save({"global_step": 1}, folder / "version-1.ckpt")
-    torch.save({"global_step": 2, "callbacks": Bomb(trap)}, folder / "version-2.ckpt")
+    whole = {"global_step": 1, "config": "name: x", "state_dict": {}}
+    torch.save(whole, folder / "version-1.ckpt")
+    torch.save({**whole, "callbacks": Bomb(trap)}, folder / "version-2.ckpt")
     (folder / "version-3.ckpt").write_bytes(pickle.dumps(Bomb(trap)))
     said = []
-    assert _newest_checkpoint(tmp_path / "run", said.append) == (folder / "version-1.ckpt", 1)
+    assert _newest_checkpoint(tmp_path / "run", said.append) == (
+        folder / "version-1.ckpt",
+        1,
+        "name: x",
+    )
     assert [line.split(" cannot be read")[0] for line in said] == [
         str(folder / "version-3.ckpt"),
         str(folder / "version-2.ckpt"),

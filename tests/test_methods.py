@@ -169,6 +169,12 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
         ("grpo", ["loss.advantage_settings={center: mean}"], "has no setting 'center'"),
         ("dapo", ["loss.mask_denominator=keep"], "did you mean 'kept'?"),
         ("vcpo", ["optim.ess_scaling=root"], "optim.ess_scaling is 'root'; choose from: none"),
+        (
+            "reinforce_plus_plus_kl",
+            ["loss.advantage_settings={gamma: 1.5, kl_coef: 0.1}"],
+            "gamma is 1.5 and kl_coefficient 0.1",
+        ),
+        ("reinforce_plus_plus", ["loss.advantage_settings={gama: 1}"], "did you mean 'gamma'?"),
         # one trust region, mu counted once
         (
             "dapo",

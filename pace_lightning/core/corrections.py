@@ -23,7 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pace_lightning.core import heads_batch, importance_weights, sequence_corrections
+from pace_lightning.core import (
+    drift_corrections,
+    heads_batch,
+    importance_weights,
+    sequence_corrections,
+)
 from pace_lightning.core.importance_weights import Correction
 
 TENSORS = ("advantages", "group_ids")
@@ -140,6 +145,18 @@ METHODS: dict[str, Method] = {
     ),
     "opsm": Method(
         importance_weights.opsm, "policy", "mask", "1 where A >= 0 or mean of -log x <= {delta}"
+    ),
+    "carm": Method(
+        drift_corrections.carm, "policy", "mask", "1 where exp(mean of |log x|) <= {upper}"
+    ),
+    "mu_grpo": Method(
+        drift_corrections.mu_grpo,
+        "policy",
+        "mask",
+        "1, where A < 0 only up to the first token with x > {upper}",
+    ),
+    "gipo": Method(
+        drift_corrections.gipo, "policy", "objective", "x exp(-(log x)^2 / (2 {sigma}^2))"
     ),
     "gmc_grpo": Method(
         sequence_corrections.gmc_grpo,

@@ -330,16 +330,18 @@ HEADS: dict[str, Head] = {
         gspo_head, SEQUENCE_CLIP, "seq-mean-token-mean", sequence_level=True, has_bounds=True
     ),
     "reinforce": Head(heads_score.reinforce_head, "A log pi"),
+    "dro": Head(heads_score.dro_head, "A log pi - {beta} / 2 (log r)^2"),
     "cispo": Head(heads_score.cispo_head, "sg[clip(r, {ratio_low}, {ratio_cap})] A log pi"),
     "dppo_tv": Head(
         heads_score.dppo_tv_head,
         "sg[min(r, {ratio_cap})] A log pi, rejected where pi - anchor is above {limit_high} with "
-        "A > 0, or below -{limit_low}",
+        "A > 0, or below -{limit_low} (symmetric: {symmetric}), - {square_penalty} (log r)^2",
     ),
     "dppo_kl": Head(
         heads_score.dppo_kl_head,
         "sg[min(r, {ratio_cap})] A log pi, rejected where the binary KL from the anchor is above "
-        "{limit_high} and rising with A > 0, or above {limit_low} and falling",
+        "{limit_high} and rising with A > 0, or above {limit_low} and falling (symmetric: "
+        "{symmetric})",
     ),
     "sao": Head(
         heads_score.sao_head, "sg[r] A log pi where {low} < r < {high}", behavior_anchor=True

@@ -7,6 +7,7 @@ those of `heads`. Rejections are written so that NaN is never rejected: it must 
     reinforce w = 1, every token is kept: what corrections of the whole ratio are multiplied with
     cispo     w = min(rho, cap); every token is kept
     dppo      w = min(rho, cap); kept if the divergence from the anchor is small or shrinks
+    dro       -A log pi and a penalty on the squared log-ratio: nothing is clipped or weighted
     sao       w = rho; kept if 1 - clip_low < rho < 1 + clip_high
 """
 
@@ -29,6 +30,31 @@ def reinforce_head(
     Off-policy it needs a correction whose numerator is the current policy.
     """
     return _score_loss(blank(policy_logprobs, mask), blank(advantages, mask))
+
+
+def dro_head(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    beta: float = 0.1,
+) -> Tensor:
+    """``-A log pi + beta/2 (log rho)^2``: the trust region is a penalty, and no ratio is a weight.
+
+    DRO, and with beta = tau the objective of Kimi k1.5; confirmed in code.
+
+    Settings:
+        beta: weight of the penalty; >= 0.
+
+    Raises:
+        ValueError: if the shapes differ or the weight is negative.
+    """
+    if not beta >= 0:
+        raise ValueError(f"beta is {beta}; it is the weight of a penalty, so it must be >= 0")
+    policy, anchor = blank(policy_logprobs, mask), blank(anchor_logprobs, mask)
+    penalty = beta / 2 * log_ratio(policy, anchor).square()
+    return _score_loss(policy, blank(advantages, mask)) + penalty
 
 
 def cispo_head(
@@ -80,6 +106,8 @@ def dppo_tv_head(
     limit_low: float = 0.15,
     limit_high: float = 0.15,
     ratio_cap: float = 20.0,
+    symmetric: bool = False,
+    square_penalty: float = 0.0,
 ) -> Tensor:
     """Divergence PPO, masked by the change of the sampled token's probability (DPPO-Binary-TV).
 
@@ -92,16 +120,23 @@ def dppo_tv_head(
         limit_low: largest fall of the probability; >= 0.
         limit_high: largest rise; >= 0.
         ratio_cap: the detached ratio is at most this; >= 1.
+        symmetric: reject on both sides whatever the sign of A (prime-rl's IPO, with limits of 0.1).
+        square_penalty: times ``(log rho)^2``, added at every token, rejected or not (prime-rl:
+            0.001, with limits of 0.2 and no cap); >= 0.
 
     Raises:
         ValueError: if the shapes differ or a bound is out of range.
     """
+    if not square_penalty >= 0:
+        raise ValueError(f"square_penalty is {square_penalty}; it must be >= 0")
     policy, anchor, advantages = (
         blank(x, mask) for x in (policy_logprobs, anchor_logprobs, advantages)
     )
     change = policy.detach().exp() - anchor.exp()
-    rejected = torch.where(advantages > 0, change > limit_high, change < -limit_low)
-    return _dppo(policy, anchor, advantages, rejected, limit_low, limit_high, ratio_cap)
+    rose, fell = change > limit_high, change < -limit_low
+    rejected = rose | fell if symmetric else torch.where(advantages > 0, rose, fell)
+    losses = _dppo(policy, anchor, advantages, rejected, limit_low, limit_high, ratio_cap)
+    return losses + square_penalty * log_ratio(policy, anchor).square()
 
 
 def dppo_kl_head(
@@ -113,6 +148,7 @@ def dppo_kl_head(
     limit_low: float = 0.05,
     limit_high: float = 0.05,
     ratio_cap: float = 20.0,
+    symmetric: bool = False,
 ) -> Tensor:
     """Divergence PPO, masked by the KL of "this token or another one" (DPPO-Binary-KL).
 
@@ -125,6 +161,8 @@ def dppo_kl_head(
         limit_low: in nats; >= 0.
         limit_high: in nats; >= 0.
         ratio_cap: the detached ratio is at most this; >= 1.
+        symmetric: reject on both sides whatever the sign of A (KPop, of which only the name and
+            the divergence could be read: a reconstruction).
 
     Raises:
         ValueError: if the shapes differ or a bound is out of range.
@@ -137,7 +175,8 @@ def dppo_kl_head(
         (-torch.expm1(x)).clamp(min=0) + PROBABILITY_FLOOR for x in (log_p, anchor)
     )
     kl = q * (anchor - log_p) + others_q * (others_q / others_p).log()
-    rejected = torch.where(advantages > 0, (kl > limit_high) & (p > q), (kl > limit_low) & (p < q))
+    rose, fell = (kl > limit_high) & (p > q), (kl > limit_low) & (p < q)
+    rejected = rose | fell if symmetric else torch.where(advantages > 0, rose, fell)
     return _dppo(policy, anchor, advantages, rejected, limit_low, limit_high, ratio_cap)
 
 

@@ -18,6 +18,11 @@ from torch.utils.checkpoint import checkpoint
 Statistic = Callable[[Tensor], Tensor]
 """From the log-probs of whole distributions, shape ``(M, V)``, to one number each, ``(M,)``."""
 
+Fused = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
+"""A kernel that never holds the logits: from the output head, hidden states ``(M, H)``, tokens
+``(M,)`` and temperature to log-probs ``(M,)`` in float32, with gradients for hidden states and
+head."""
+
 
 def entropy(logprobs: Tensor) -> Tensor:
     """Entropy in nats; shape ``(M, V)`` to ``(M,)``."""
@@ -38,6 +43,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     statistic: Statistic = entropy,
+    fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the tokens under the loss mask, and a statistic of their distributions.
 
@@ -53,6 +59,8 @@ def token_logprobs(
         temperature: of the sampling whose log-probs these are compared with.
         chunk_tokens: tokens per chunk.
         statistic: of the distributions that the tokens were drawn from.
+        fused: computes the log-probs instead; the statistics then need a pass of their own over the
+            vocabulary, without gradient.
 
     Returns:
         Log-probs in float32, shape ``(N, T)``, zero outside the mask; and the statistics, same
@@ -68,7 +76,53 @@ def token_logprobs(
     ]
     predicting = loss_mask[:, 1:]
     selected = hidden[:, :-1][predicting]  # (M, H), row by row
-    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic)
+    return _scatter(
+        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+    )
+
+
+def packed_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    statistic: Statistic = entropy,
+    fused: Fused | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `token_logprobs`, with the rows laid end to end: no padding is computed.
+
+    Positions start again at each row, from which the model knows that rows do not see each other.
+    Attention with variable lengths (flash attention) skips what they do not see; any other kind
+    gives the same numbers, but builds a matrix of all pairs of tokens of the micro-batch.
+
+    Args:
+        model: as there.
+        input_ids: shape ``(N, T)``, padded on the right.
+        attention_mask: as there.
+        loss_mask: as there.
+        temperature: as there.
+        chunk_tokens: as there.
+        statistic: as there.
+        fused: as there.
+
+    Returns:
+        As there, equal up to float rounding.
+    """
+    if bool(loss_mask[:, 0].any()):
+        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
+    real = attention_mask.bool()
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    hidden = model.base_model(
+        input_ids=input_ids[real][None], position_ids=positions[real][None], use_cache=False
+    )[0]
+    predicting = F.pad(loss_mask[:, 1:], (0, 1))
+    selected = hidden[0, predicting[real]]  # (M, H), row by row
+    return _scatter(
+        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+    )
 
 
 def shared_prompt_logprobs(
@@ -81,13 +135,15 @@ def shared_prompt_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     statistic: Statistic = entropy,
+    fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same as `token_logprobs`, with each distinct prompt computed once.
 
     The distinct prompts run first and leave keys and values; the responses then run on top of those
     of their prompt, and gradients flow back through them. With G short answers to one prompt, this
     saves most of the arithmetic. Needs a model that takes a key-value cache while training, so not
-    gradient checkpointing.
+    gradient checkpointing. With P the longest prompt and R the longest response, the mask of the
+    responses takes ``N x R x (P + R)`` elements instead of ``N x T x T``.
 
     Args:
         model: as there.
@@ -98,6 +154,7 @@ def shared_prompt_logprobs(
         temperature: as there.
         chunk_tokens: as there.
         statistic: as there.
+        fused: as there.
 
     Returns:
         As there, equal up to float rounding.
@@ -142,7 +199,9 @@ def shared_prompt_logprobs(
         predicting = torch.cat([predicting, hidden], dim=1)  # (N, R, H)
     trained = loss_mask.gather(1, gather) & (response_positions < width)
     selected = predicting[trained]
-    return _scatter(model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic)
+    return _scatter(
+        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+    )
 
 
 def _scatter(
@@ -153,6 +212,7 @@ def _scatter(
     temperature: float,
     chunk_tokens: int,
     statistic: Statistic,
+    fused: Fused | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and statistics at the masked positions.
 
@@ -163,7 +223,11 @@ def _scatter(
     chunks = list(
         zip(torch.split(selected, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
     )
-    if len(chunks) == 1:  # fits as a whole: nothing to recompute
+    if fused is not None and len(targets):
+        with torch.no_grad():
+            values = [_chunk(head, h, t, temperature, statistic)[1] for h, t in chunks]
+        parts = [(fused(head, selected, targets, temperature), torch.cat(values))]
+    elif len(chunks) == 1:  # fits as a whole: nothing to recompute
         parts = [_chunk(head, *chunks[0], temperature, statistic)]
     else:
         parts = [

@@ -40,6 +40,7 @@ from pace_lightning.core.importance_weights import (
 )
 from pace_lightning.core.losses import aggregate, blank, log_ratio
 from pace_lightning.core.sequence_corrections import gepo_log_expectation, gmc_log_scale
+from pace_lightning.core.token_returns import token_advantages
 
 Gather = Callable[[Tensor], Tensor]
 """From this rank's vector to that of all ranks; both of shape ``(M,)``."""
@@ -69,6 +70,8 @@ class Objective:
     """Whether the anchor is a proximal policy; False: the behavior policy."""
     opob: Mapping[str, Any] | None = None
     """Settings of `opob_advantages`, if that is the advantage."""
+    returns: Mapping[str, float] | None = None
+    """Settings of `token_advantages`, if rewards are those of tokens."""
 
     @property
     def needs_draw(self) -> bool:
@@ -76,6 +79,7 @@ class Objective:
         return (
             self.head.needs_prepass
             or self.opob is not None
+            or self.returns is not None
             or self.normalize_weights
             or self.mask_denominator == "kept"
             or any(METHODS[name].needs_prepass for name, _ in self.corrections)
@@ -101,6 +105,8 @@ class Scored:
     """(N,)."""
     score_square_norms: Tensor | None = None
     """For OPOB; (N,)."""
+    reference_logprobs: Tensor | None = None
+    """Log ref, for a penalty in the reward; (N, T)."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,9 @@ def prepare(
     """
     if objective.opob is not None:
         parts = list(_with_opob(objective.opob, parts, gather))
+    if objective.returns is not None:
+        found = token_advantages(parts, gather, **objective.returns)
+        parts = [replace(p, advantages=a) for p, a in zip(parts, found, strict=True)]
     corrections: list[Correction | None] = [None] * len(parts)
     if objective.corrections:
         corrections = list(_corrections(objective, parts, gather))

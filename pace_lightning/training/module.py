@@ -18,12 +18,7 @@ from torch import Tensor
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.batch_advantages import score_square_norm_proxy
-from pace_lightning.core.logprobs import (
-    entropy,
-    shared_prompt_logprobs,
-    sum_square_probs,
-    token_logprobs,
-)
+from pace_lightning.core.logprobs import Fused, sum_square_probs
 from pace_lightning.core.losses import k3_kl
 from pace_lightning.core.objective import (
     Objective,
@@ -37,6 +32,7 @@ from pace_lightning.core.step_size import effective_sample_size, largest_rate
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training import gradients, lora
+from pace_lightning.training.batch_logprobs import batch_logprobs
 from pace_lightning.training.gather import with_weights
 from pace_lightning.training.gradients import NonFiniteLossError
 from pace_lightning.training.optimizer import adamw
@@ -77,6 +73,8 @@ class PolicyModule(pl.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         share_prompts: compute each distinct prompt of a micro-batch once; excludes gradient
             checkpointing.
+        pack_rows: compute no padding; excludes shared prompts.
+        fused: kernel of the log-probs, see `batch_logprobs`.
         ranks: who trains along.
     """
 
@@ -101,6 +99,8 @@ class PolicyModule(pl.LightningModule):
         chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         share_prompts: bool = False,
+        pack_rows: bool = False,
+        fused: Fused | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
@@ -109,7 +109,6 @@ class PolicyModule(pl.LightningModule):
         self._objective = objective
         self._proximal = proximal or Memoryless(bypass)
         self._opob_norms = opob_norms
-        self._temperature = temperature
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self._betas = betas
@@ -119,15 +118,20 @@ class PolicyModule(pl.LightningModule):
         self._stale_budget = stale_budget
         self._lifetime_budget = lifetime_budget
         self._kl_coef = kl_coef
-        self._chunk_tokens = chunk_tokens
-        self._share_prompts = share_prompts
+        self._batch_logprobs = functools.partial(
+            batch_logprobs,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            share_prompts=share_prompts,
+            pack_rows=pack_rows,
+            fused=fused,
+        )
         self._ranks = ranks
         self._terms: dict[int, Terms] = {}  # by micro-batch, if they were prepared together
         self._statistics = StepStatistics(objective, has_proximal=proximal is not None)
         self._is_last = False  # the present micro-batch, of its draw
         self._cumulated_rate = 0.0
-        self.step_metrics: dict[str, float] = {}
-        """Statistics of the last optimizer step, over the whole draw; read by the monitors."""
+        self.step_metrics: dict[str, float] = {}  # of the last step, over the whole draw
         if kl_coef and reference is None and not lora.adapted_layers(policy):
             raise ValueError(f"kl_coef is {kl_coef}, but there is neither reference nor adapters")
         if gradient_checkpointing:
@@ -198,10 +202,9 @@ class PolicyModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to ``max_grad_norm``; refuse a gradient that would destroy the weights.
+        """Clip to ``max_grad_norm``, unless DeepSpeed does; refuse what would destroy the weights.
 
-        Done here and not by Lightning, which refuses fused optimizers under mixed precision,
-        although bfloat16 needs no unscaling. DeepSpeed clips what it has partitioned itself.
+        Not by Lightning, which refuses fused optimizers under mixed precision.
         """
         if gradients.deepspeed_engine(self.trainer) is None:
             norm = gradients.clip_gradients(self.policy.parameters(), self._max_grad_norm)
@@ -304,6 +307,9 @@ class PolicyModule(pl.LightningModule):
                 rewards=batch.rewards,
                 group_ids=batch.group_ids,
                 score_square_norms=self._score_square_norms(batch, own),
+                reference_logprobs=self._reference_logprobs(batch)
+                if (self._objective.returns or {}).get("kl_coef")
+                else None,
             )
             for batch, own in zip(batches, logprobs, strict=True)
         ]
@@ -372,28 +378,13 @@ class PolicyModule(pl.LightningModule):
         share = effective_sample_size(log_ratios).item() / len(log_ratios)
         self._statistics.sums["sequence_ess_share"] = share
         factor = 1.0 if self._rate_scale is None else self._rate_scale(log_ratios)
-        lifetime = self._lifetime_budget
         limit = largest_rate(
             mean_lag_versions=0.0 if self._stale_budget is None else self._statistics.mean_lag,
             stale_budget=self._stale_budget,
-            remaining_budget=None if lifetime is None else lifetime - self._cumulated_rate,
+            remaining_budget=self._lifetime_budget and self._lifetime_budget - self._cumulated_rate,
             remaining_steps=self.trainer.max_steps - self.policy_version,
         )
         return min(factor, limit / scheduled) if scheduled else factor
 
-    def _logprobs(
-        self, model: Any, batch: TrainBatch, *, statistic: Callable[[Tensor], Tensor] = entropy
-    ) -> tuple[Tensor, Tensor]:
-        compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
-        if self._share_prompts:
-            compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
-        return with_weights(
-            model,
-            compute,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.loss_mask,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-            statistic=statistic,
-        )
+    def _logprobs(self, model: Any, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor]:
+        return with_weights(model, self._batch_logprobs, batch, **options)

@@ -26,6 +26,9 @@ from pace_lightning.training.gather import WITH_WEIGHTS, is_partitioned
 
 T = TypeVar("T")
 
+CONFIG = "config.yaml"
+"""File of a checkpoint directory: the configuration that it was made with."""
+
 
 class ZeroStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, on CPU too, and with checkpoints that are whole or absent.
@@ -37,6 +40,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_optimizer: keep optimizer states in host memory.
         offload_parameters: keep parameters there too; stage 3 only.
         max_grad_norm: DeepSpeed clips to it, since it alone has the whole gradient; 0: never.
+        config: the run's configuration as YAML, which each checkpoint holds.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         stage: int,
         *,
         max_grad_norm: float,
+        config: str = "",
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
     ) -> None:
@@ -55,6 +60,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             offload_parameters=offload_parameters,
             logging_level=logging.ERROR,
         )
+        self._own_config = config
         assert isinstance(self.config, dict)
         self.config["gradient_clipping"] = max_grad_norm
         # the module's own optimizer, wherever its states are
@@ -92,7 +98,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """See `_whole_or_absent`."""
-        with _whole_or_absent(self, filepath) as scratch:
+        with _whole_or_absent(self, filepath, self._own_config) as scratch:
             super().save_checkpoint(checkpoint, scratch, storage_options)
 
     @property
@@ -105,10 +111,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         num_ranks: over which everything is partitioned.
+        config: the run's configuration as YAML, which each checkpoint holds.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, config: str = "") -> None:
         super().__init__(data_parallel_size=num_ranks, tensor_parallel_size=1)
+        self._own_config = config
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Partition the policy, then make its optimizer."""
@@ -128,7 +136,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """See `_whole_or_absent`."""
-        with _whole_or_absent(self, filepath) as scratch:
+        with _whole_or_absent(self, filepath, self._own_config) as scratch:
             super().save_checkpoint(checkpoint, scratch, storage_options)
 
 
@@ -154,7 +162,7 @@ def _call(policy: Any, function: Callable[..., T], *arguments: Any, **options: A
 
 
 @contextmanager
-def _whole_or_absent(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path]:
+def _whole_or_absent(strategy: ParallelStrategy, filepath: Any, config: str) -> Iterator[Path]:
     """A directory into which all ranks write; it gets its name when it is complete."""
     target = Path(strategy.broadcast(str(filepath)))
     scratch = target.with_name(f".{target.name}.part")
@@ -164,6 +172,7 @@ def _whole_or_absent(strategy: ParallelStrategy, filepath: Any) -> Iterator[Path
     yield scratch
     strategy.barrier()
     if strategy.is_global_zero:
+        (scratch / CONFIG).write_text(config)
         shutil.rmtree(target, ignore_errors=True)
         scratch.replace(target)
     strategy.barrier()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from pace_lightning.core.batch import TrainBatch
@@ -148,28 +146,3 @@ class Pacing(pl.Callback):
         if rest > 0:
             with self._time_ledger.span("pacing"):
                 time.sleep(rest)
-
-
-class RunCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, timed, and written under another name first.
-
-    Args:
-        time_ledger: gets the seconds.
-    """
-
-    def __init__(self, time_ledger: TimeLedger) -> None:
-        super().__init__()
-        self._time_ledger = time_ledger
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write one file; a run that is killed meanwhile keeps the file before it."""
-        with self._time_ledger.span("checkpoint"):
-            target = Path(path)
-            scratch = target.with_name(f".{target.name}.part")
-            try:
-                super().save_checkpoint(checkpoint, scratch, storage_options)
-                scratch.replace(target)
-            finally:
-                scratch.unlink(missing_ok=True)

@@ -44,6 +44,10 @@ CASES = [
     ("k3_rs", {"level": "token", "upper": 0.05}),
     ("opsm", {}),
     ("opsm", {"delta": 0.1}),
+    ("carm", {"upper": 1.3}),
+    ("mu_grpo", {"upper": 1.1}),
+    ("gipo", {}),
+    ("gipo", {"sigma": 0.2}),
     ("gmc_grpo", {}),
     ("gmc_grpo", {"eps": -0.5}),
     ("gmc_grpo", {"mass": "one"}),
@@ -115,6 +119,8 @@ RATIOS = [0.3, 0.8, 1.5, 7.0]
         ("k2_rs", {"upper": 1.8}, [1.0, 1.0, 1.0, 0.0]),
         # 7 - log(7) - 1 = 4.054; 0.3 - log(0.3) - 1 = 0.504; 1.5 - log(1.5) - 1 = 0.0945
         ("k3_rs", {"level": "token", "upper": 0.1}, [0.0, 1.0, 1.0, 0.0]),
+        # x exp(-(ln x)^2 / 0.5), with (ln x)^2 = 1.449551, 0.0497930, 0.1644020, 3.7865663
+        ("gipo", {}, [0.01652181, 0.7241696, 1.0796762, 0.003598557]),
     ],
 )
 def test_token_levels_by_hand(name, values, expected):
@@ -160,6 +166,24 @@ def test_seq_mask_tis_filters_rows_and_weighs_tokens():
     weights, keeps = apply("seq_mask_tis", [logs([7.0, 0.8]), logs([0.1, 0.9])])
     assert weights == pytest.approx([7.0, 0.8, 0.0, 0.0])
     assert keeps == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("upper", "kept"), [(9.99, False), (10.01, True)])
+def test_carm_counts_distances_that_a_geometric_mean_cancels(upper, kept):
+    # log x = [ln 10, -ln 10]: the mean distance is ln 10, the mean 0
+    weights, keeps = apply("carm", [[math.log(10), -math.log(10)]], upper=upper)
+    assert keeps == [kept] * 2
+    assert weights == [float(kept)] * 2
+    assert apply("rs", [[math.log(10), -math.log(10)]])[1] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("advantage", "kept"), [(-1.0, [True, True, False, False]), (1.0, [True] * 4)]
+)
+def test_mu_grpo_forgets_what_follows_a_token_that_the_policy_left(advantage, kept):
+    # 2.1 > 2 is the first of two, and stays itself
+    _, keeps = apply("mu_grpo", [logs([1.9, 2.1, 0.5, 3.0])], advantage=advantage)
+    assert keeps == kept
 
 
 @pytest.mark.parametrize(
@@ -505,7 +529,7 @@ def test_settings_are_what_a_user_may_write():
 def test_a_method_that_replaces_the_ratio_is_about_the_current_policy():
     roles = {name: (m.role, m.numerator) for name, m in METHODS.items()}
     assert {n for n, (role, _) in roles.items() if role == "objective"} == {
-        "gmc_grpo", "tic_grpo", "topr", "vespo", "gepo"
+        "gmc_grpo", "tic_grpo", "topr", "vespo", "gepo", "gipo"
     }  # fmt: skip
     assert all(numerator == "policy" for role, numerator in roles.values() if role == "objective")
     assert all(numerator == "proximal" for role, numerator in roles.values() if role == "weight")
@@ -522,6 +546,9 @@ def test_a_method_that_replaces_the_ratio_is_about_the_current_policy():
         ("rs", {"lower": None, "upper": -1.0}, "lower is None and upper -1.0"),
         ("k2_rs", {"level": "mean"}, "unknown level 'mean'"),
         ("k3_rs", {"upper": -0.1}, "upper is -0.1"),
+        ("carm", {"upper": 0.9}, "upper is 0.9"),
+        ("mu_grpo", {"upper": 0.0}, "upper is 0.0"),
+        ("gipo", {"sigma": 0.0}, "sigma is 0.0"),
         ("gmc_grpo", {"mass": "all"}, "unknown mass 'all'"),
         ("gmc_grpo", {"eps": -1.0}, "eps is -1.0"),
         ("tic_grpo", {"above_cap": "clip"}, "unknown above_cap 'clip'"),

@@ -163,6 +163,36 @@ def test_dppo_by_hand(name, p, q, advantage, weight):
     assert result == pytest.approx((-weight * advantage * math.log(p), -weight * advantage))
 
 
+def test_symmetric_dppo_rejects_whatever_the_sign_of_the_advantage():
+    for name, changes in (("dppo_tv", {"limit_high": 0.1, "limit_low": 0.1}), ("dppo_kl", {})):
+        for p, q in ((0.9, 0.7), (0.7, 0.9)):
+            for advantage in (1.0, -1.0):
+                _, gradient = one_token(
+                    name, p / q, advantage, policy=math.log(p), symmetric=True, **changes
+                )
+                assert gradient == 0
+
+
+def test_the_square_penalty_is_at_every_token_rejected_or_not():
+    # rejected: 0.001 ln(9/7)^2, slope 0.002 ln(9/7)
+    log_ratio = math.log(0.9 / 0.7)
+    loss, slope = one_token("dppo_tv", 0.9 / 0.7, 1.0, policy=math.log(0.9), square_penalty=1e-3)
+    assert (loss, slope) == pytest.approx((1e-3 * log_ratio**2, 2e-3 * log_ratio))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 1.0, 0.5, -1.0),
+        # 0.5 + 0.1/2 ln(2)^2, -1 + 0.1 ln 2
+        (2.0, 1.0, 0.5240227, -0.9306853),
+        (0.5, -2.0, -0.9759773, 1.9306853),
+    ],
+)
+def test_dro_by_hand(ratio, advantage, loss, gradient):
+    assert one_token("dro", ratio, advantage) == pytest.approx((loss, gradient))
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize(
     ("changes", "kept"), [({"limit_high": 0.21}, True), ({"limit_low": 0.21}, False)]
@@ -240,6 +270,19 @@ TOKEN_CASES = [
     ),
     ("dppo_tv", {"ratio_cap": 1.5}, reference.dppo_tv, {"limit": 0.15, "cap": 1.5}),
     ("dppo_kl", {"ratio_cap": 1.5}, reference.dppo_kl, {"limit": 0.05, "cap": 1.5}),
+    (
+        "dppo_tv",
+        {"limit_low": 0.1, "limit_high": 0.1, "symmetric": True, "square_penalty": 0.03},
+        reference.dppo_tv,
+        {"limit": 0.1, "cap": 20.0, "both": True, "penalty": 0.03},
+    ),
+    (
+        "dppo_kl",
+        {"symmetric": True},
+        reference.dppo_kl,
+        {"limit": 0.05, "cap": 20.0, "both": True},
+    ),
+    ("dro", {"beta": 0.3}, reference.dro, {"beta": 0.3}),
     ("sao", {"clip_high": 0.6}, reference.sao, {"low": 0.7, "high": 1.6}),
     ("sapo", {}, reference.sapo, {"positive": 1.0, "negative": 1.05}),
     ("aspo", {"dual_clip": 1.5}, reference.aspo, {"low": 0.8, "high": 1.2, "dual": 1.5}),
@@ -405,6 +448,8 @@ def test_heads_that_sat_wraps_have_bounds():
         ("cispo", {"ratio_low": -1.0}, "ratio_low is -1.0"),
         ("dppo_tv", {"limit_low": -0.1}, "limit_low is -0.1"),
         ("dppo_kl", {"ratio_cap": 0.5}, "ratio_cap 0.5"),
+        ("dppo_tv", {"square_penalty": -1.0}, "square_penalty is -1.0"),
+        ("dro", {"beta": -0.1}, "beta is -0.1"),
         ("sao", {"clip_low": 2.0}, "clip_low is 2.0"),
         ("sapo", {"tau_negative": 0.0}, "tau_negative 0.0"),
         ("aspo", {"dual_clip": 0.5}, "dual_clip is 0.5"),

@@ -4,6 +4,7 @@ import math
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ SETTINGS = {  # so that the statistics matter
 }
 WIDE = {"lower": 0.8, "upper": 1.25}
 OBJECTIVES = {
+    "returns": Objective(HEADS["grpo"], returns={"gamma": 0.9, "kl_coef": 0.1}),
     **{name: Objective(HEADS[name], SETTINGS.get(name, {})) for name in HEADS},
     **{
         f"dapo {name}": Objective(
@@ -81,6 +83,7 @@ def make_draw(seed=0, num_groups=4, group_size=3, width=9):
         rewards=rewards,
         group_ids=torch.arange(rows) // group_size,
         score_square_norms=1 + torch.rand(rows, generator=generator),
+        reference_logprobs=torch.where(mask, behavior + 0.1, math.nan),
     )
 
 
@@ -150,7 +153,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_and_ranks(name):
     assert expected.isfinite().all()
 
     total, gradient = loss_and_gradient(objective, draw, split(draw, 4))
-    assert total == pytest.approx(whole, rel=1e-5)
+    assert total == pytest.approx(whole, rel=1e-5, abs=1e-7)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
     ranks, parts, results = Ranks(2), split(draw, 4), [None, None]
@@ -167,10 +170,37 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_and_ranks(name):
         thread.start()
     for thread in threads:
         thread.join(2 * DEADLINE_SECONDS)
-    assert sum(r[0] for r in results) == pytest.approx(whole, rel=1e-5)
+    assert sum(r[0] for r in results) == pytest.approx(whole, rel=1e-5, abs=1e-7)
     torch.testing.assert_close(results[0][1] + results[1][1], expected, rtol=1e-5, atol=1e-7)
     assert ranks.calls[0] == ranks.calls[1]
     assert (ranks.calls[0] > 0) == objective.needs_draw
+
+
+def test_returns_of_tokens_are_discounted_penalized_and_whitened_over_the_draw():
+    # log pi - log ref = 1, 2, 3 | 4; beta 0.5, gamma 0.5, rewards 1 | 3
+    # G = 1 - 1.5 = -0.5, -1 - 0.25 = -1.25, -0.5 - 0.625 = -1.125 | 3 - 2 = 1
+    policy = torch.tensor([[9.0, -1.0, -1.0, -1.0], [9.0, 9.0, -1.0, 9.0]])
+    kl = torch.tensor([[7.0, 1.0, 2.0, 3.0], [7.0, 7.0, 4.0, 7.0]])
+    mask = torch.tensor([[False, True, True, True], [False, False, True, False]])
+    part = Scored(
+        policy_logprobs=policy,
+        proximal_logprobs=policy,
+        behavior_logprobs=policy,
+        advantages=torch.full((2, 4), math.nan),
+        mask=mask,
+        rewards=torch.tensor([1.0, 3.0]),
+        group_ids=torch.tensor([0, 1]),
+        reference_logprobs=policy - kl,
+    )
+    objective = Objective(HEADS["reinforce"], returns={"gamma": 0.5, "kl_coef": 0.5})
+    (terms,) = prepare(objective, [part], num_tokens=4, num_sequences=2)
+    returns = np.array([-1.125, -1.25, -0.5, 1.0])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(terms.advantages[mask].numpy(), expected, rtol=1e-6)
+    assert (terms.advantages[~mask] == 0).all()
+    bare = replace(part, reference_logprobs=None)
+    with pytest.raises(ValueError, match="pass the estimates"):
+        prepare(objective, [bare], num_tokens=4, num_sequences=2)
 
 
 @pytest.mark.parametrize("name", sorted(n for n in OBJECTIVES if OBJECTIVES[n].needs_draw))

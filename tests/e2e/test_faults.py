@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from experiments import (
     Command,
     DeterministicEngine,
     configure,
+    measured,
     read_lines,
     read_summary,
     use_script,
@@ -260,11 +260,3 @@ def test_a_signal_in_the_middle_of_anything_leaves_nothing_running_and_nothing_h
 
 def command_ended(command: Command) -> None:
     assert command.children() == []
-
-
-def measured(what: str, begin: float) -> None:
-    """Seconds from a fault to its outcome, as docs/reliability.md lists them."""
-    path = os.environ.get("RELIABILITY_TIMES")
-    if path:
-        with Path(path).open("a") as file:
-            file.write(json.dumps({"fault": what, "seconds": time.monotonic() - begin}) + "\n")

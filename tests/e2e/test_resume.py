@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from experiments import (
+    ROOT,
     SMOKE,
     Command,
     DeterministicEngine,
     InProcessScorer,
     build_scripted,
     configure,
+    measured,
     read_lines,
     read_summary,
     run_command,
@@ -30,10 +34,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pace_lightning.__main__ import main
 from pace_lightning.build_tasks import sample_writer
 from pace_lightning.config import Config, ConfigError
+from pace_lightning.config_load import load
 from pace_lightning.core.ledger import Ledger
+from pace_lightning.core.saved_groups import unpack
 from pace_lightning.core.trajectory import Fate, TrajectoryGroup
 from pace_lightning.run import resume, train
 from pace_lightning.tasks.prompts import PromptStream
+from pace_lightning.training.checkpoint_files import CheckpointError, read_checkpoint
 
 STEPS, EVERY = 8, 2
 SCRIPTED = (
@@ -91,6 +98,70 @@ def test_a_killed_run_is_resumed_to_its_last_step_with_nothing_twice(tmp_path: P
     assert leased == sum(groups.values()) + len(prompts["outstanding"])
     # the bound on what is outstanding (8 groups) bounds the lag: 2 draws of 4
     assert max(draw["total_staleness_versions"] for draw in draws) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_responses_that_a_killed_process_had_begun_go_on_token_by_token_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        f"run_dir={run_dir}",
+        "trainer.steps=30",
+        "trainer.checkpoint_every_steps=1",
+        "rollout.max_new_tokens=48",
+        "rollout.group_size=4",
+        "trainer.groups_per_step=2",
+        "reward.function=rewards_for_runs:mixed",
+        "data.held_out=0",
+    ]
+    begun: dict[str, Any] = {}
+
+    def has_begun() -> bool:
+        if len(checkpoints(run_dir)) < 2:
+            return False
+        state = read_checkpoint(checkpoints(run_dir)[-1])["RolloutDataModule"]
+        begun.clear()
+        begun.update({r["uid"]: unpack(r["tokens"]) for r in state["rollouts"]})
+        return any(tokens for responses in begun.values() for tokens, _, _ in responses)
+
+    with Command(tmp_path / "log", "train", SMOKE, *settings) as command:
+        command.until(has_begun, seconds=120, what="a checkpoint with begun responses")
+        command.process.kill()
+        command.wait(5)
+    killed_at = time.monotonic()
+    newest = checkpoints(run_dir)[-1]
+    restored = version_of(newest)
+    state = read_checkpoint(newest)["RolloutDataModule"]
+    begun = {r["uid"]: unpack(r["tokens"]) for r in state["rollouts"]}
+    ready = {g["uid"]: unpack(g["tokens"]) for g in state["pool"]["groups"]}
+    trained: dict[str, TrajectoryGroup] = {}
+
+    def record(version: int, groups: Sequence[TrajectoryGroup]) -> None:
+        if not trained:
+            measured("killed, then resumed: from the kill to the first draw", killed_at)
+        trained.update({group.prompt.uid: group for group in groups})
+
+    monkeypatch.setattr("pace_lightning.build.sample_writer", lambda *_: record)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    assert resume(run_dir, lambda _: None, ["trainer.steps=" + str(restored + 4)]) == 0
+    old = 0
+    for uid, responses in [*ready.items(), *begun.items()]:
+        if uid not in trained:
+            continue
+        for trajectory, (tokens, versions, logprobs) in zip(
+            trained[uid].trajectories, responses, strict=False
+        ):
+            size = len(tokens) if uid in begun else None
+            assert [*trajectory.token_ids[:size]] == tokens
+            assert [*trajectory.token_versions[:size]] == versions
+            assert [*trajectory.behavior_logprobs[:size]] == logprobs
+            assert all(version >= restored for version in trajectory.token_versions[len(tokens) :])
+            old += uid in begun and bool(tokens) and min(versions) < restored
+            old += uid in begun and len(trajectory.token_ids) > len(tokens) > 0
+    assert old, "no response that had been begun was trained on"
+    assert read_summary(run_dir)["policy_version"] == restored + 4
 
 
 # --- scripted runs ---
@@ -337,7 +408,91 @@ def test_a_checkpoint_taken_while_groups_end_has_books_that_agree(
     assert books[0]["position"] == len(books[0]["outstanding"]) + sum(books[1].values())
 
 
+# --- changed settings ---
+
+
+def test_a_run_goes_on_with_settings_that_may_change_and_remembers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    said: list[str] = []
+    script(monkeypatch, None)
+    changes = ["trainer.steps=6", "engine.max_retries=7"]
+    assert resume(tmp_path / "run", said.append, changes) == 0
+    assert "changed: trainer.steps from 8 to 6" in said
+    assert "changed: engine.max_retries from 3 to 7" in said
+    assert read_summary(tmp_path / "run")["policy_version"] == 6
+    saved = load(tmp_path / "run" / "config.yaml")
+    assert (saved.trainer.steps, saved.engine.max_retries) == (6, 7)
+
+
+def test_a_finished_run_goes_on_for_longer_with_the_groups_it_had_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    first, second = Recorder(), Recorder()
+    run(config, monkeypatch, recorder=first)
+    unused = read_summary(tmp_path / "run")["fates"]["unused"]
+    assert unused > 0
+    state = read_checkpoint(checkpoints(tmp_path / "run")[-1])["RolloutDataModule"]
+    left = [group["uid"] for group in (*state["pool"]["groups"], *state["rollouts"])]
+    assert len(left) == unused
+    script(monkeypatch, second)
+    assert resume(tmp_path / "run", lambda _: None, [f"trainer.steps={STEPS + 2}"]) == 0
+    assert list(second.uids) == [STEPS, STEPS + 1]
+    assert set(left[:4]) == set(second.uids[STEPS])
+    trained = [uid for uids in (first.uids | second.uids).values() for uid in uids]
+    assert len(trained) == len(set(trained)) == 4 * (STEPS + 2)
+    assert read_summary(tmp_path / "run")["status"] == "finished"
+
+
+def test_settings_that_a_run_learns_from_cannot_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    config = configure(run_dir, *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    draws, written = read_lines(run_dir / "draws.jsonl"), (run_dir / "config.yaml").read_text()
+    engine = script(monkeypatch, None)
+    for changes, message in (
+        (["rollout.temperature=0.5"], r"cannot change rollout.temperature from 1.0 to 0.5"),
+        (
+            ["trainer.steps=9", "seed=4"],
+            r"cannot change seed from 0 to 4: .* docs/reliability.md lists",
+        ),
+        (["trainer.steps=3"], r"trainer.steps is 3, but the checkpoint is of version 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resume(run_dir, lambda _: None, changes)
+    (run_dir / "config.yaml").write_text(written.replace("learning_rate: ", "learning_rate: 1"))
+    with pytest.raises(ConfigError, match=r"optim.learning_rate from 0.003 to 10.003"):
+        resume(run_dir, lambda _: None)
+    assert engine.requests == []
+    assert read_lines(run_dir / "draws.jsonl") == draws
+
+
 # --- damaged and missing files ---
+
+
+def test_a_full_disk_ends_the_run_by_name_and_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    free = iter([2**40, 2**20])
+    with monkeypatch.context() as full:
+        usage = lambda _: SimpleNamespace(free=next(free))  # noqa: E731
+        full.setattr("pace_lightning.training.checkpoint_files.shutil.disk_usage", usage)
+        with pytest.raises(CheckpointError, match=r"version-000004.ckpt needs .* 1 MiB are free"):
+            run(config, monkeypatch)
+    assert [version_of(path) for path in checkpoints(tmp_path / "run")] == [EVERY]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert "trainer.keep_checkpoints" in read_summary(tmp_path / "run")["error"]
+    recorder = Recorder()
+    continue_run(config, monkeypatch, recorder=recorder)
+    assert list(recorder.uids) == [*range(EVERY, STEPS)]
 
 
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(

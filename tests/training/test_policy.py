@@ -1,6 +1,7 @@
 """The trainer's own view of a policy: log-probs, where models come from, the engine's copy."""
 
 import asyncio
+import functools
 import json
 import math
 import shutil
@@ -8,10 +9,16 @@ import threading
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from pace_lightning.core.logprobs import shared_prompt_logprobs, token_logprobs
+from pace_lightning.core.logprobs import (
+    packed_logprobs,
+    shared_prompt_logprobs,
+    token_logprobs,
+)
 from pace_lightning.rollout.engine import Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
+from pace_lightning.training.batch_logprobs import check_gpu_ways
 from pace_lightning.training.policy import (
     ModelError,
     copy_for_engine,
@@ -26,9 +33,17 @@ TINY = "conf/models/tiny"
 VOCABULARY = 100
 
 
-def make_model(scale=6.0):
-    """The tiny model with weights so large that tokens, and their order, matter to its output."""
+def make_model(scale=6.0, kind="llama"):
+    """A tiny model with weights so large that tokens, and their order, matter to its output."""
     model = load_policy(TINY, random_init=True, seed=0)
+    if kind != "llama":
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        sizes |= experts if kind == "qwen3_moe" else {}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -200,6 +215,26 @@ def make_groups(prompts, lengths, *, seed=2):
 SHORT, LONG, PADDED, ONE = [5, 6], [9, 8, 7, 6, 5, 4], [5, 6, 0], [5]
 
 
+KINDS = ("llama", "qwen3", "qwen3_moe")
+
+
+def assert_equal_scores(model, ways, weights, *, gradient_tolerance=3e-6):
+    """Log-probs, statistics and gradients of two ways to compute them."""
+    results = []
+    for way in ways:
+        logprobs, entropies = way()
+        results.append((logprobs, entropies, gradients(model, (logprobs * weights).sum())))
+    (plain, entropies, plain_gradients), (other, more_entropies, other_gradients) = results
+    torch.testing.assert_close(other, plain, atol=5e-6, rtol=1e-6)
+    torch.testing.assert_close(more_entropies, entropies, atol=2e-5, rtol=1e-6)
+    for name, gradient in plain_gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(
+            other_gradients[name], gradient, atol=gradient_tolerance * scale, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     ("prompts", "lengths"),
@@ -212,23 +247,16 @@ SHORT, LONG, PADDED, ONE = [5, 6], [9, 8, 7, 6, 5, 4], [5, 6, 0], [5]
         ([LONG], [12]),
     ],
 )
-def test_shared_prompts_change_neither_values_nor_gradients(prompts, lengths, temperature):
-    model = make_model()
+def test_shared_prompts_change_neither_values_nor_gradients(prompts, lengths, temperature, kind):
+    model = make_model(kind=kind, scale=6.0 if kind == "llama" else 3.0)
     ids, attention, mask, prompt_lengths = make_groups(prompts, lengths)
     weights = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
     settings = {"temperature": temperature, "chunk_tokens": 5}
-    results = []
-    for logprobs, entropies in (
-        token_logprobs(model, ids, attention, mask, **settings),
-        shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths, **settings),
-    ):
-        results.append((logprobs, entropies, gradients(model, (logprobs * weights).sum())))
-    (plain, entropies, plain_gradients), (shared, more_entropies, shared_gradients) = results
-    torch.testing.assert_close(shared, plain, atol=5e-6, rtol=1e-6)
-    torch.testing.assert_close(more_entropies, entropies, atol=2e-5, rtol=1e-6)
-    for name, gradient in plain_gradients.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(shared_gradients[name], gradient, atol=3e-6 * scale, rtol=1e-4)
+    ways = (
+        lambda: token_logprobs(model, ids, attention, mask, **settings),
+        lambda: shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths, **settings),
+    )
+    assert_equal_scores(model, ways, weights)
 
 
 def test_shared_prompts_leave_holes_in_the_mask_alone():
@@ -254,6 +282,73 @@ def test_a_micro_batch_without_responses_gives_zeros_with_zero_gradients():
     logprobs, _ = shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths)
     assert not logprobs.any()
     assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
+
+
+# --- packed rows, and kernels ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [[12, 9, 5, 6], [7], [5, 5]])
+def test_packed_rows_change_neither_values_nor_gradients(lengths, kind):
+    model = make_model(kind=kind, scale=6.0 if kind == "llama" else 3.0)
+    ids, attention, mask = make_rows(lengths)
+    weights = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
+    settings = {"temperature": 0.7, "chunk_tokens": 5}
+    ways = (
+        lambda: token_logprobs(model, ids, attention, mask, **settings),
+        lambda: packed_logprobs(model, ids, attention, mask, **settings),
+    )
+    assert_equal_scores(model, ways, weights)
+
+
+def test_packed_rows_do_not_see_each_other():
+    model = make_model()
+    ids, attention, mask = make_rows([12, 9])
+    changed = ids.clone()
+    changed[0] = (changed[0] + 11) % VOCABULARY
+    with torch.no_grad():
+        before, _ = packed_logprobs(model, ids, attention, mask)
+        after, _ = packed_logprobs(model, changed, attention, mask)
+    torch.testing.assert_close(before[1], after[1], atol=1e-6, rtol=1e-6)
+    assert (before[0] - after[0])[mask[0]].abs().min() > 1e-3
+    with pytest.raises(ValueError, match="position 0"):
+        packed_logprobs(model, ids, attention, torch.ones_like(mask))
+
+
+def test_a_kernel_for_the_log_probs_leaves_values_gradients_and_statistics_as_they_are():
+    def kernel(head, hidden, targets, temperature):
+        logits = torch.nn.functional.linear(hidden / temperature, head.weight)
+        return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    model = make_model()
+    ids, attention, mask, prompt_lengths = make_groups([SHORT, SHORT, LONG], [4, 7, 2])
+    weights = torch.linspace(-1, 2, mask.numel()).view(mask.shape)
+    settings = {"temperature": 0.7, "chunk_tokens": 5}
+    for compute in (
+        token_logprobs,
+        packed_logprobs,
+        functools.partial(shared_prompt_logprobs, prompt_lengths=prompt_lengths),
+    ):
+        ways = (
+            lambda compute=compute: compute(model, ids, attention, mask, **settings),
+            lambda compute=compute: compute(model, ids, attention, mask, **settings, fused=kernel),
+        )
+        assert_equal_scores(model, ways, weights)
+    nothing, _ = token_logprobs(model, ids, attention, mask & False, fused=kernel)
+    assert not nothing.any()
+
+
+def test_ways_that_need_a_gpu_or_a_package_are_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_gpu_ways(pack_rows=False, fused=False)
+    with pytest.raises(ModelError, match=r"model.pack_rows is true, which needs an NVIDIA GPU"):
+        check_gpu_ways(pack_rows=True, fused=True)
+    with pytest.raises(ModelError, match=r"model.fused_logprobs is true, which needs"):
+        check_gpu_ways(pack_rows=False, fused=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install liger-kernel"):
+        check_gpu_ways(pack_rows=False, fused=True)
 
 
 # --- where models and tokenizers come from --------------------------------------------------------

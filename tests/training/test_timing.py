@@ -1,16 +1,26 @@
 """The wall clock by part, and checkpoint files that are whole or absent."""
 
+import os
+import random
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from pace_lightning.training import timing
-from pace_lightning.training.timing import PARTS, Pacing, RunCheckpointIO, TimeLedger
+from pace_lightning.training import checkpoint_files, timing
+from pace_lightning.training.checkpoint_files import (
+    SPARE_BYTES,
+    CheckpointError,
+    RunCheckpointIO,
+    read_checkpoint,
+)
+from pace_lightning.training.random_state import RandomState
+from pace_lightning.training.timing import PARTS, Pacing, TimeLedger
 
 
 class Clock:
@@ -297,12 +307,13 @@ def test_a_write_that_breaks_off_leaves_what_was_there_before(
         raise error
 
     monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", write_half)
-    with pytest.raises(type(error)) as caught:
+    named = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(named) as caught:
         io.save_checkpoint({"step": 2}, target)
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)
     assert list(tmp_path.iterdir()) == [target] * existing
     if existing:
-        assert saved(target) == {"step": 1}
+        assert saved(target)["step"] == 1
     assert ledger.seconds()["checkpoint"] == 2
 
 
@@ -313,7 +324,48 @@ def test_a_state_that_cannot_be_saved_leaves_what_was_there_before(tmp_path):
     with pytest.raises(Exception, match=r"(?i)pickle"):
         io.save_checkpoint({"step": 2, "hook": lambda: None}, target)
     assert list(tmp_path.iterdir()) == [target]
-    assert saved(target) == {"step": 1}
+    assert saved(target)["step"] == 1
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    io = RunCheckpointIO(TimeLedger())
+    target = tmp_path / "last.ckpt"
+    io.save_checkpoint({"step": 1}, target)
+    big = {"weights": torch.zeros(2**20), "again": {"same": [torch.zeros(2**20)]}}
+    big["view"] = big["weights"][3:]  # of the same storage
+    needed = 2 * 4 * 2**20 + SPARE_BYTES
+    usage = SimpleNamespace(free=needed - 1)
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", lambda *_: pytest.fail("written"))
+    with pytest.raises(CheckpointError, match=r"needs 72 MiB, and 72 MiB are free there; .*lower"):
+        io.save_checkpoint(big, target)
+    assert list(tmp_path.iterdir()) == [target]
+    monkeypatch.undo()
+    usage.free += 1
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: usage)
+    io.save_checkpoint(big, target)
+    assert torch.equal(saved(target)["view"], big["view"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "emptied"])
+def test_a_torn_file_is_not_taken_for_a_checkpoint(tmp_path, damage):
+    io = RunCheckpointIO(TimeLedger(), "name: x")
+    target = tmp_path / "last.ckpt"
+    whole = {"global_step": 3, "state_dict": {"w": torch.arange(1.0, 1e5)}}
+    io.save_checkpoint(whole, target)
+    state = read_checkpoint(target)
+    assert (state["global_step"], state["config"]) == (3, "name: x")
+    assert torch.equal(state["state_dict"]["w"], whole["state_dict"]["w"])
+    del state
+    size = target.stat().st_size
+    if damage == "zeros":  # its length reached the disk, what is in the middle did not
+        with target.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(bytes(4096))
+    else:
+        os.truncate(target, size - 100 if damage == "cut" else 0)
+    with pytest.raises(Exception, match=r"(?i)check sum|zip"):
+        read_checkpoint(target)
 
 
 def test_at_no_moment_of_a_write_is_the_target_torn(tmp_path, monkeypatch):
@@ -329,5 +381,26 @@ def test_at_no_moment_of_a_write_is_the_target_torn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", watched)
     io.save_checkpoint({"step": 2}, target)
-    assert moments == [{"step": 1}, {"step": 1}]
-    assert saved(target) == {"step": 2}
+    assert [moment["step"] for moment in moments] == [1, 1]
+    assert saved(target)["step"] == 2
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def test_random_numbers_go_on_where_they_were_after_a_checkpoint(tmp_path):
+    def numbers():
+        words = torch.rand(4), torch.randn(3), np.random.rand(3), random.random()
+        return [*words[0].tolist(), *words[1].tolist(), *words[2].tolist(), words[3]]
+
+    for draw in (torch.manual_seed, random.seed, np.random.seed):
+        draw(5)
+    numbers()
+    random.gauss(0, 1)  # leaves a second number behind
+    RunCheckpointIO(TimeLedger()).save_checkpoint(
+        {"random": RandomState().state_dict()}, tmp_path / "a"
+    )
+    first = [*numbers(), random.gauss(0, 1)]
+    numbers()
+    RandomState().load_state_dict(saved(tmp_path / "a")["random"])
+    assert [*numbers(), random.gauss(0, 1)] == first

@@ -1,0 +1,97 @@
+"""Log-probs of a micro-batch, in the way that was chosen: whole rows, shared prompts, or packed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pace_lightning.core.batch import TrainBatch
+from pace_lightning.core.logprobs import (
+    Fused,
+    Statistic,
+    entropy,
+    packed_logprobs,
+    shared_prompt_logprobs,
+    token_logprobs,
+)
+from pace_lightning.training.policy import ModelError
+
+
+def batch_logprobs(
+    model: Any,
+    batch: TrainBatch,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    share_prompts: bool = False,
+    pack_rows: bool = False,
+    fused: Fused | None = None,
+    statistic: Statistic = entropy,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the trained tokens and a statistic of their distributions; each ``(N, T)``.
+
+    Args:
+        model: causal LM.
+        batch: micro-batch.
+        temperature: see `token_logprobs`, like the next one and the last two.
+        chunk_tokens: as there.
+        share_prompts: see `shared_prompt_logprobs`.
+        pack_rows: see `packed_logprobs`; not together with shared prompts.
+        fused: as there.
+        statistic: as there.
+    """
+    compute: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
+    if share_prompts:
+        compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
+    elif pack_rows:
+        compute = packed_logprobs
+    return compute(
+        model,
+        batch.input_ids,
+        batch.attention_mask,
+        batch.loss_mask,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        statistic=statistic,
+        fused=fused,
+    )
+
+
+def liger_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probs by Liger's fused linear cross-entropy; a `Fused`. Not run on a GPU yet.
+
+    With ``reduction="none"`` it computes the gradient again in the backward pass, with that of each
+    token, so that any loss may follow.
+    """
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="none")
+    bias = getattr(head, "bias", None)
+    result: Tensor = -loss(head.weight, hidden / temperature, targets, bias).float()
+    return result
+
+
+def check_gpu_ways(*, pack_rows: bool, fused: bool) -> None:
+    """Refuse ways to compute log-probs that this machine cannot take.
+
+    Raises:
+        ModelError: with what to change.
+    """
+    wanted = [
+        name for name, is_set in (("pack_rows", pack_rows), ("fused_logprobs", fused)) if is_set
+    ]
+    if wanted and not torch.cuda.is_available():
+        raise ModelError(
+            f"model.{wanted[0]} is true, which needs an NVIDIA GPU, and there is none here; set "
+            "it to false: rows are padded and the vocabulary computed in chunks, with equal results"
+        )
+    if fused and importlib.util.find_spec("liger_kernel") is None:
+        raise ModelError(
+            "model.fused_logprobs is true, but package liger-kernel is not installed; `pip install "
+            "liger-kernel`, or set it to false: chunks of the vocabulary give equal results"
+        )
