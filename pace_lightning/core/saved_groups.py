@@ -6,6 +6,7 @@ wide, and so are the tensors. A prompt is saved by its uid; whoever loads has it
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -21,21 +22,24 @@ Tokens = tuple[Sequence[int], Sequence[PolicyVersion], Sequence[float]]
 
 def pack(responses: Iterable[Tokens]) -> dict[str, Tensor]:
     """The tokens of responses in four flat tensors: lengths, and what there is per token."""
-    lengths: list[int] = []
-    ids: list[int] = []
-    versions: list[PolicyVersion] = []
-    logprobs: list[float] = []
+    lengths, ids, versions, logprobs = array("q"), array("q"), array("q"), array("d")
     for token_ids, token_versions, token_logprobs in responses:
         lengths.append(len(token_ids))
-        ids += token_ids
-        versions += token_versions
-        logprobs += token_logprobs
+        ids.extend(token_ids)
+        versions.extend(token_versions)
+        logprobs.extend(token_logprobs)
     return {
-        "lengths": torch.tensor(lengths, dtype=torch.int64),
-        "token_ids": torch.tensor(ids, dtype=torch.int64),
-        "versions": torch.tensor(versions, dtype=torch.int64),
-        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "lengths": _tensor(lengths),
+        "token_ids": _tensor(ids),
+        "versions": _tensor(versions),
+        "logprobs": _tensor(logprobs),
     }
+
+
+def _tensor(values: array[Any]) -> Tensor:
+    """Without a copy; the engine stands still meanwhile."""
+    dtype = torch.float64 if values.typecode == "d" else torch.int64
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
 def unpack(

@@ -176,6 +176,29 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_and_ranks(name):
     assert (ranks.calls[0] > 0) == objective.needs_draw
 
 
+def test_the_kept_denominator_counts_only_sequences_that_keep_a_token():
+    # the second row is rejected (x = e > 1.1): the mean is over the first alone
+    policy = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
+    part = Scored(
+        policy_logprobs=policy,
+        proximal_logprobs=policy,
+        behavior_logprobs=policy - torch.tensor([[0.0], [1.0]]),
+        advantages=torch.ones(2, 2),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        rewards=torch.ones(2),
+        group_ids=torch.zeros(2),
+    )
+    objective = Objective(
+        HEADS["reinforce"],
+        corrections=[("rs", {"lower": 0.9, "upper": 1.1})],
+        mask_denominator="kept",
+        aggregation="seq-mean-token-mean",
+    )
+    (terms,) = prepare(objective, [part], num_tokens=4, num_sequences=2)
+    assert (terms.num_tokens, terms.num_sequences) == (2, 1)
+    assert objective_loss(objective, policy, terms).item() == pytest.approx(1.0)
+
+
 def test_returns_of_tokens_are_discounted_penalized_and_whitened_over_the_draw():
     # log pi - log ref = 1, 2, 3 | 4; beta 0.5, gamma 0.5, rewards 1 | 3
     # G = 1 - 1.5 = -0.5, -1 - 0.25 = -1.25, -0.5 - 0.625 = -1.125 | 3 - 2 = 1
