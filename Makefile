@@ -3,6 +3,7 @@
 CONF ?= conf/quickstart.yaml
 SET ?=
 RUN ?=
+N ?=
 
 # the first interpreter that is new enough; override with PYTHON=/path/to/python
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -24,7 +25,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo 'Options: CONF=conf/quickstart.yaml  SET="trainer.steps=5 seed=1"  RUN=runs/NAME/TIME'
+	@echo 'Options: CONF=conf/quickstart.yaml  SET="trainer.steps=5 seed=1"  N=2  RUN=runs/NAME/TIME'
 
 setup: $(READY)  ## create .venv with the pinned packages
 
@@ -84,8 +85,8 @@ test-fast: $(READY)  ## run the tests that take at most two seconds each
 
 check: lint types test-fast  ## run lint, types and the fast tests, as before a commit
 
-train: engine  ## train CONF, with SET="key=value ..." on top
-	$(PACE) train $(CONF) $(SET)
+train: engine  ## train CONF, with SET="key=value ..." on top, on N ranks
+	$(PACE) train $(CONF) $(SET) $(if $(N),trainer.devices=$(N))
 
 resume: $(READY)  ## go on with the run in RUN, with SET="key=value ..." changed
 	$(if $(RUN),,$(error name the run directory, for example: make resume RUN=runs/quickstart/TIME))
