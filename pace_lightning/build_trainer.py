@@ -32,7 +32,7 @@ from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import load_policy, load_tokenizer
 from pace_lightning.training.ranks import Ranks
 from pace_lightning.training.run_files import RunFiles
-from pace_lightning.training.strategies import ZeroStrategy
+from pace_lightning.training.strategies import ShardedStrategy, ZeroStrategy
 from pace_lightning.training.timing import Pacing, TimeLedger
 from pace_lightning.training.weight_sync import WeightSync
 
@@ -207,10 +207,13 @@ def strategy(config: Config) -> Strategy | str:
     name, offload = chosen_strategy(config), config.trainer.offload
     if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True)
+    if name == "fsdp":
+        return ShardedStrategy(num_ranks(config), config=to_yaml(config))
     if name in DEEPSPEED:
         return ZeroStrategy(
             DEEPSPEED.index(name) + 1,
             max_grad_norm=config.optim.max_grad_norm,
+            config=to_yaml(config),
             offload_optimizer=offload != "none",
             offload_parameters=offload == "parameters",
         )

@@ -11,9 +11,10 @@ import torch
 
 from pace_lightning.config import Config, ConfigError, KVCache
 from pace_lightning.config_explain import choose_engine, is_vllm_installed
+from pace_lightning.config_ranks import is_sharded
 from pace_lightning.rollout.vllm_engine import VLLMEngine
 from pace_lightning.rollout.vllm_process import Launch, check_installation
-from pace_lightning.training.policy import local_model, sequence_logprobs
+from pace_lightning.training.policy import local_model, sequence_logprobs, weights_logprobs
 
 
 def uses_vllm(config: Config) -> bool:
@@ -47,7 +48,7 @@ def vllm_engine(
         ConfigError: if the machine has not what the configuration names.
     """
     num_gpus = torch.cuda.device_count()
-    devices = engine_devices(config.engine.devices, num_gpus)
+    devices = engine_devices(config.engine.devices, num_gpus, config.trainer.devices)
     engine = config.engine
     return VLLMEngine(
         policy,
@@ -62,7 +63,9 @@ def vllm_engine(
             transfer=transfer(engine.transfer, devices),
             seed=seed,
         ),
-        reference=functools.partial(sequence_logprobs, policy),
+        reference=functools.partial(weights_logprobs, policy.config)
+        if is_sharded(config)  # no rank alone can use the policy then
+        else lambda tokens, _: sequence_logprobs(policy, tokens),
         stop_token_ids=stop_token_ids,
         recompute_cache=engine.kv_cache == KVCache.RECOMPUTE,
         startup_timeout_seconds=engine.startup_timeout_seconds,
@@ -79,7 +82,9 @@ def check_vllm(config: Config) -> str:
     """
     from transformers import AutoConfig
 
-    devices = engine_devices(config.engine.devices, torch.cuda.device_count())
+    devices = engine_devices(
+        config.engine.devices, torch.cuda.device_count(), config.trainer.devices
+    )
     way = transfer(config.engine.transfer, devices)
     version = check_installation(
         AutoConfig.from_pretrained(local_model(config.model.path)), on_cpu=not devices
@@ -93,14 +98,16 @@ def engine_cores(cores: Sequence[int], num_threads: int) -> tuple[int, ...]:
     return tuple(cores[-num_threads:])
 
 
-def engine_devices(wanted: Sequence[int] | None, num_gpus: int) -> tuple[int, ...]:
-    """GPUs of the engine: those named, else all but the trainer's, which is GPU 0.
+def engine_devices(
+    wanted: Sequence[int] | None, num_gpus: int, num_trainers: int = 1
+) -> tuple[int, ...]:
+    """GPUs of the engine: those named, else all but the trainer's, which has the first ones.
 
     >>> engine_devices(None, 8), engine_devices(None, 1), engine_devices(None, 0)
     ((1, 2, 3, 4, 5, 6, 7), (0,), ())
     """
     if wanted is None:
-        return tuple(range(1, num_gpus)) or tuple(range(num_gpus))
+        return tuple(range(num_trainers, num_gpus)) or tuple(range(num_gpus))
     if missing := [device for device in wanted if device >= num_gpus]:
         raise ConfigError(
             f"engine.devices is {list(wanted)}, but GPUs {missing} do not exist: this machine has "

@@ -102,6 +102,11 @@ def rank_problems(config: Config) -> Iterator[str]:
             f"loss.proximal is interruption, whose scores are with rank 0, but there are {ranks} "
             "ranks that train; use snapshot or recompute"
         )
+    if trainer.strategy == "deepspeed_stage_3" and config.model.fused_logprobs:
+        yield (
+            "model.fused_logprobs is true, whose kernel takes the output head's weight, but "
+            "trainer.strategy deepspeed_stage_3 leaves it with its ranks; use fsdp, or turn it off"
+        )
     if is_sharded(config) and config.model.lora.rank:
         yield (
             f"model.lora.rank is {config.model.lora.rank}, but trainer.strategy {trainer.strategy} "

@@ -29,6 +29,7 @@ from pace_lightning.tasks.scoring import ScorerError, ScorerTimeout
 from pace_lightning.training.checkpoint_files import read_checkpoint
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.run_files import keep_lines_before
+from pace_lightning.training.strategies import CONFIG
 
 Emit = Callable[[str], None]
 
@@ -121,7 +122,7 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion, 
     """The newest checkpoint that is whole, its version, and the configuration it was made with."""
     files = [
         (int(match[1]), int(match[2] or 0), path)
-        for path in (run_dir / "checkpoints").glob("version-*.ckpt")
+        for path in (run_dir / "checkpoints").glob("version-*.ckpt")  # a directory if sharded
         # a version that is saved again beside a file that is there already gets a suffix
         if (match := re.fullmatch(r"version-(\d+)(?:-v(\d+))?", path.stem))
     ]
@@ -130,7 +131,9 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion, 
             f"{run_dir} has no checkpoint to resume from (set trainer.checkpoint_every_steps); "
             "start a new run instead"
         )
-    for *_, path in sorted(files, reverse=True):
+    for version, _, path in sorted(files, reverse=True):
+        if path.is_dir():  # it got its name when it was complete
+            return path, version, (path / CONFIG).read_text()
         try:
             state = read_checkpoint(path)
             return path, state["global_step"], state["config"]

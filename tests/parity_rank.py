@@ -4,26 +4,39 @@ Everything but the rollout side is what `pace_lightning.build` makes of the sett
 what the optimizer saw and did to the file OUT.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from module_cases import gradients_of, make_groups, make_policy, own_logprobs
+from module_cases import gradients_of, make_groups, own_logprobs
 
 from pace_lightning.build_objective import policy_module
 from pace_lightning.build_trainer import build_trainer, ranks_of
 from pace_lightning.config_checks import check
 from pace_lightning.config_load import load
 from pace_lightning.core.batch import collate
+from pace_lightning.training import gather
 from pace_lightning.training.gather import gather_weights, is_partitioned
 from pace_lightning.training.gradients import deepspeed_engine
+from pace_lightning.training.policy import load_policy
 from pace_lightning.training.stream import ReceivingStream, deal
 from pace_lightning.training.timing import TimeLedger
 
 SPREAD = 0.25
 """Of the behavior policy's log-probs around those of the initial weights."""
+
+
+def initial_policy():
+    """Random weights, a little larger than usual: distributions that are not all alike."""
+    model = load_policy("conf/models/tiny", random_init=True, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(2.0)
+    return model
 
 
 def draw(policy, version):
@@ -60,7 +73,7 @@ class FixedStream(ReceivingStream):
 
     def __init__(self, ranks, config, version):
         self._config = config
-        self._initial = make_policy()
+        self._initial = initial_policy()
         super().__init__(
             ranks,
             policy_version=version,
@@ -111,6 +124,26 @@ class Recorder(pl.Callback):
         if weights:
             flat = [tensor.detach().float().flatten().cpu() for tensor in weights.values()]
             self.seen["weights"].append(torch.cat(flat).clone())
+        if trainer.global_step == trainer.max_steps:
+            sizes = (1, 64 << 10, 1 << 30)
+            self.seen["peaks"] = {size: peak_bytes(pl_module.policy, size) for size in sizes}
+
+
+def peak_bytes(policy, bucket_bytes):
+    """The most that is whole at once while ZeRO-3 gathers all weights by such buckets."""
+    seen, whole = [], gather._whole
+
+    def watched(bucket):
+        for item in whole(bucket):
+            seen.append(sum(p.data.nbytes for p in policy.parameters()))
+            yield item
+
+    gather._whole = watched
+    try:
+        gather_weights(policy, keep=False, bucket_bytes=bucket_bytes)
+    finally:
+        gather._whole = whole
+    return max(seen, default=0)
 
 
 def whole_gradients(module):
@@ -134,10 +167,11 @@ def main(out, steps, *settings):
     check(config)
     torch.set_num_threads(1)
     ranks = ranks_of(config)
-    module = policy_module(config, make_policy(), ranks)
+    module = policy_module(config, initial_policy(), ranks)
     recorder = Recorder(ranks)
     trainer = build_trainer(config, Path(out).parent, [recorder], TimeLedger(), ranks)
-    trainer.fit(module, datamodule=FixedDraws(ranks, config))
+    resumed = os.environ.get("RESUME_FROM")
+    trainer.fit(module, datamodule=FixedDraws(ranks, config), ckpt_path=resumed, weights_only=True)
     if ranks.rank == 0:
         torch.save(recorder.seen, out)
 

@@ -65,7 +65,8 @@ class VLLMEngine:
         model: the trainer's causal LM: names, shapes and architecture are read from it.
         launch: how vLLM is to run.
         reference: log-probs of the tokens but the first of a sequence, by the trainer, under the
-            weights that are being published; called from a thread, while the trainer waits.
+            weights that are being published, which it is given too; called from a thread, while the
+            trainer waits.
         stop_token_ids: tokens that end a response.
         recompute_cache: what to do with running sequences when weights change; see the header.
         startup_timeout_seconds: for `start`.
@@ -78,7 +79,7 @@ class VLLMEngine:
         model: Any,
         launch: Launch,
         *,
-        reference: Callable[[Sequence[int]], Sequence[float]],
+        reference: Callable[[Sequence[int], Mapping[str, Tensor]], Sequence[float]],
         stop_token_ids: Sequence[int],
         recompute_cache: bool = True,
         startup_timeout_seconds: float = 120.0,
@@ -249,7 +250,8 @@ class VLLMEngine:
         """See `RolloutEngine.prepare_weights`."""
         self._link.check_alive()
         compare_manifest(self._link.serving.parameters, weights)
-        self._probe.expected = list(await asyncio.to_thread(self._reference, self._probe.tokens))
+        tokens = self._probe.tokens
+        self._probe.expected = list(await asyncio.to_thread(self._reference, tokens, weights))
         if self._link.sender is None:
             await asyncio.to_thread(self._link.serving.write, weights)
 

@@ -8,8 +8,8 @@ parameters in the same order, in the main thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,24 @@ from pace_lightning.training.lora import merged_weights
 BUCKET_BYTES = 1 << 30
 """Of whole parameters on the device at once; a single larger parameter is a bucket of its own."""
 
+WITH_WEIGHTS = "with_weights"
+"""Name of the method of an FSDP policy that gathers, for one call, what lies outside its layers."""
+
 Named = tuple[str, nn.Parameter]
+T = TypeVar("T")
+
+
+def with_weights(model: Any, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """``function(model, ...)``, with the weights there that it uses.
+
+    FSDP gathers them in front of a module's ``forward``; a function that uses parts of a model, and
+    not its ``forward``, has to say so. ZeRO-3 gathers for each part by itself.
+    """
+    method = getattr(model, WITH_WEIGHTS, None)
+    if method is None:
+        return function(model, *arguments, **options)
+    result: T = method(function, *arguments, **options)
+    return result
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.rollout.rollouts import Leaving
 from pace_lightning.training import gradients, lora
 from pace_lightning.training.batch_logprobs import batch_logprobs
+from pace_lightning.training.gather import with_weights
 from pace_lightning.training.gradients import NonFiniteLossError
 from pace_lightning.training.optimizer import adamw
 from pace_lightning.training.own_scores import InterruptionScores
@@ -216,10 +217,7 @@ class PolicyModule(pl.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step with a rate that fits the draw; then put the scheduled rate back.
-
-        DeepSpeed counts micro-batches itself, and is called for each of them.
-        """
+        """Step with a rate that fits the draw, then put the scheduled rate back."""
         scheduled = [group["lr"] for group in optimizer.param_groups]
 
         def closure() -> Any:  # gradients are complete after it, and the step comes next
@@ -238,7 +236,7 @@ class PolicyModule(pl.LightningModule):
         finally:
             for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
                 group["lr"] = rate
-        if not self._is_last:
+        if not self._is_last:  # DeepSpeed counts micro-batches itself
             return
         if (norm := gradients.deepspeed_norm(self.trainer)) is not None:
             self._statistics.sums["gradient_norm"] = gradients.finite(norm, self.policy_version)
@@ -389,4 +387,4 @@ class PolicyModule(pl.LightningModule):
         return min(factor, limit / scheduled) if scheduled else factor
 
     def _logprobs(self, model: Any, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor]:
-        return self._batch_logprobs(model, batch, **options)
+        return with_weights(model, self._batch_logprobs, batch, **options)

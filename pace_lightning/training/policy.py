@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -17,6 +18,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pace_lightning.core.logprobs import token_logprobs
@@ -194,6 +196,26 @@ def sequence_logprobs(model: Any, token_ids: Sequence[int]) -> list[float]:
     return values
 
 
+def weights_logprobs(
+    config: Any, token_ids: Sequence[int], weights: Mapping[str, Tensor]
+) -> list[float]:
+    """`sequence_logprobs` of weights in host memory, which are neither copied nor kept.
+
+    Args:
+        config: of the model.
+        token_ids: the sequence.
+        weights: all parameters, by name.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    return sequence_logprobs(model.eval(), token_ids)
+
+
 def checkpoint_layers(model: Any) -> None:
     """Recompute the activations of each layer in the backward pass, in place.
 
@@ -250,8 +272,12 @@ def made_once(kind: str, name: str, marker: str, make: Callable[[Path], Mapping[
         return found
     target = _cache() / kind / name
     target.parent.mkdir(parents=True, exist_ok=True)
+    lock = (target.parent / f".{name}.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # of many ranks one makes it; let go also by a kill
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
+        if (found := cached(kind, name, marker)) is not None:
+            return found
         report = make(scratch)
         (scratch / marker).write_text(json.dumps(report, indent=2) + "\n")
         try:
@@ -261,6 +287,7 @@ def made_once(kind: str, name: str, marker: str, make: Callable[[Path], Mapping[
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        lock.close()
     return target
 
 

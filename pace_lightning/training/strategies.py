@@ -1,6 +1,7 @@
 """Strategies that partition what DDP keeps whole on each rank.
 
-ZeroStrategy    DeepSpeed: optimizer states (1), gradients too (2), parameters too (3)
+ZeroStrategy       DeepSpeed: optimizer states (1), gradients too (2), parameters too (3)
+ShardedStrategy    PyTorch's FSDP2: all three
 """
 
 from __future__ import annotations
@@ -8,13 +9,25 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from pace_lightning.training.gather import WITH_WEIGHTS, is_partitioned
+
+T = TypeVar("T")
+
+CONFIG = "config.yaml"
+"""File of a checkpoint directory: the configuration that it was made with."""
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -27,6 +40,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_optimizer: keep optimizer states in host memory.
         offload_parameters: keep parameters there too; stage 3 only.
         max_grad_norm: DeepSpeed clips to it, since it alone has the whole gradient; 0: never.
+        config: the run's configuration as YAML, which each checkpoint holds.
     """
 
     def __init__(
@@ -34,6 +48,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         stage: int,
         *,
         max_grad_norm: float,
+        config: str = "",
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
     ) -> None:
@@ -45,6 +60,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             offload_parameters=offload_parameters,
             logging_level=logging.ERROR,
         )
+        self._own_config = config
         assert isinstance(self.config, dict)
         self.config["gradient_clipping"] = max_grad_norm
         # the module's own optimizer, wherever its states are
@@ -69,6 +85,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         if not self._is_on_cpu:
             super().setup_distributed()
             return
+        import deepspeed
+
+        # gloo does it all: this kernel is compiled when it is first used, and a process that is
+        # killed meanwhile leaves a lock on which every later one waits forever
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -76,19 +97,82 @@ class ZeroStrategy(DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """All ranks write into a directory that gets its name when it is complete."""
-        target = Path(self.broadcast(str(filepath)))
-        scratch = target.with_name(f".{target.name}.part")
-        if self.is_global_zero:
-            shutil.rmtree(scratch, ignore_errors=True)
-        self.barrier()
-        super().save_checkpoint(checkpoint, scratch, storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            shutil.rmtree(target, ignore_errors=True)
-            scratch.replace(target)
-        self.barrier()
+        """See `_whole_or_absent`."""
+        with _whole_or_absent(self, filepath, self._own_config) as scratch:
+            super().save_checkpoint(checkpoint, scratch, storage_options)
 
     @property
     def _is_on_cpu(self) -> bool:
         return isinstance(self.accelerator, CPUAccelerator)
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """FSDP2: each layer of the policy is gathered for the time in which it computes.
+
+    Args:
+        num_ranks: over which everything is partitioned.
+        config: the run's configuration as YAML, which each checkpoint holds.
+    """
+
+    def __init__(self, num_ranks: int, *, config: str = "") -> None:
+        super().__init__(data_parallel_size=num_ranks, tensor_parallel_size=1)
+        self._own_config = config
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Partition the policy, then make its optimizer."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        policy: Any = self.model.policy
+        shard(policy, self.device_mesh["data_parallel"])
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """See `_whole_or_absent`."""
+        with _whole_or_absent(self, filepath, self._own_config) as scratch:
+            super().save_checkpoint(checkpoint, scratch, storage_options)
+
+
+def shard(policy: Any, mesh: Any) -> None:
+    """Partition a causal LM over the ranks of a mesh, layer by layer; in place, once.
+
+    What lies outside the layers (embedding, head, last norm) is gathered by `with_weights`.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if is_partitioned(policy):
+        return
+    for layer in [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    setattr(policy, WITH_WEIGHTS, types.MethodType(_call, policy))
+    register_fsdp_forward_method(policy, WITH_WEIGHTS)
+
+
+def _call(policy: Any, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    return function(policy, *arguments, **options)
+
+
+@contextmanager
+def _whole_or_absent(strategy: ParallelStrategy, filepath: Any, config: str) -> Iterator[Path]:
+    """A directory into which all ranks write; it gets its name when it is complete."""
+    target = Path(strategy.broadcast(str(filepath)))
+    scratch = target.with_name(f".{target.name}.part")
+    if strategy.is_global_zero:
+        shutil.rmtree(scratch, ignore_errors=True)
+    strategy.barrier()
+    yield scratch
+    strategy.barrier()
+    if strategy.is_global_zero:
+        (scratch / CONFIG).write_text(config)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.replace(target)
+    strategy.barrier()

@@ -25,12 +25,13 @@ SETTINGS = (
     f"optim.max_grad_norm={MAX_NORM}",
     "optim.warmup_steps=4",
     # so small that rounding in the weights stays below rounding in the gradients
-    "optim.learning_rate=3e-5",
+    "optim.learning_rate=1e-4",
 )
 TWO_BY_TWO = (2, "trainer.micro_batches=2")
 ARMS = {
     "1x4": (1, "trainer.micro_batches=4"),
     "ddp": (*TWO_BY_TWO, "trainer.strategy=ddp"),
+    "fsdp": (*TWO_BY_TWO, "trainer.strategy=fsdp"),
     **{
         f"zero{stage}": (*TWO_BY_TWO, f"trainer.strategy=deepspeed_stage_{stage}")
         for stage in (1, 2, 3)
@@ -114,6 +115,40 @@ def test_the_comparison_would_see_missing_clipping(
     settings = ("trainer.micro_batches=1", *SETTINGS, "optim.max_grad_norm=0")
     unclipped = run(tmp_path / "arm", 1, *settings)
     assert difference(unclipped, reference, "weights", STEPS - 1) > 5 * TOLERANCE
+
+
+def test_a_publication_holds_one_bucket_at_a_time(tmp_path: Path, paths: None) -> None:
+    pytest.importorskip("deepspeed")
+    num_ranks, *settings = ARMS["zero3"]
+    seen = run(tmp_path / "arm", num_ranks, *settings, "trainer.steps=1", "optim.warmup_steps=0")
+    sizes = [p.nbytes for p in parity_rank.initial_policy().parameters()]
+    by_parameter, by_bucket, at_once = (seen["peaks"][size] for size in sorted(seen["peaks"]))
+    assert by_parameter == max(sizes)
+    assert max(sizes) < by_bucket <= max(64 << 10, max(sizes))
+    assert at_once == sum(sizes)
+
+
+@pytest.mark.parametrize("arm", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_resumed_run_takes_the_same_steps_bit_for_bit(
+    arm: str, tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if arm.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    num_ranks, *settings = ARMS[arm]
+    settings += SETTINGS
+    kept = ("trainer.checkpoint_every_steps=5", "trainer.keep_checkpoints=2")
+    whole = run(tmp_path / "whole", num_ranks, *settings, *kept)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "version-000005.ckpt",
+        "version-000010.ckpt",
+    ]
+    monkeypatch.setenv("RESUME_FROM", str(checkpoints / "version-000005.ckpt"))
+    rest = run(tmp_path / "rest", num_ranks, *settings)
+    assert len(rest["weights"]) == STEPS - 5
+    for ours, expected in zip(rest["weights"], whole["weights"][5:], strict=True):
+        assert torch.equal(ours, expected)
+    assert rest["rates"] == whole["rates"][5:]
 
 
 def difference(seen: dict[str, Any], expected: dict[str, Any], name: str, step: int) -> float:

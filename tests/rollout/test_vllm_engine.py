@@ -75,7 +75,7 @@ class Trained:
         self.engine = VLLMEngine(
             self.policy(0),
             launch,
-            reference=lambda tokens: sequence_logprobs(self.policy(self.version), tokens),
+            reference=lambda tokens, _: sequence_logprobs(self.policy(self.version), tokens),
             stop_token_ids=[STOP],
             **{"answer_timeout_seconds": 300.0, "startup_timeout_seconds": 500.0} | settings,
         )

@@ -25,6 +25,8 @@ from pace_lightning.training.policy import (
     load_policy,
     load_tokenizer,
     resolve,
+    sequence_logprobs,
+    weights_logprobs,
 )
 
 TINY = "conf/models/tiny"
@@ -523,3 +525,11 @@ def test_generation_in_a_thread_does_not_change_what_the_trainer_computes():
     assert not thread.is_alive()
     assert not errors
     assert worst < 1e-5
+
+
+def test_weights_without_a_model_give_the_log_probs_of_the_model_that_has_them():
+    model, tokens = make_model(), list(range(3, 40))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert weights_logprobs(model.config, tokens, weights) == sequence_logprobs(model, tokens)
+    changed = weights | {"model.norm.weight": weights["model.norm.weight"] * 1.5}
+    assert weights_logprobs(model.config, tokens, changed) != sequence_logprobs(model, tokens)
