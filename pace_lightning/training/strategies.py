@@ -94,6 +94,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Not through DeepSpeed's engine: an evaluation uses no weights of the policy.
+
+        The engine would begin to fetch some (stage 3), and nobody would let go of them.
+        """
+        assert self.lightning_module is not None
+        return self.lightning_module.validation_step(*args, **kwargs)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:

@@ -21,7 +21,8 @@ GROUPS_PER_STEP = 4
 ACCURACY = 1e-5
 SECONDS_TO_END = 60.0
 """From a failure of one rank to the end of all, on a busy machine."""
-RUN = ("mode=sync", f"trainer.steps={STEPS}", "data.held_out=4", "eval.samples=1")
+EVALUATION = ("data.held_out=4", "eval.samples=1", "eval.every_steps=2")
+RUN = ("mode=sync", f"trainer.steps={STEPS}", *EVALUATION)
 
 
 @pytest.fixture(autouse=True)
