@@ -244,7 +244,7 @@ def test_without_one_right_answer_there_is_nothing_to_learn_which_is_an_error(
         train(config, lambda _: None)
     summary = read_summary(tmp_path / "run")
     assert (summary["status"], summary["steps"]) == ("failed", 0)
-    assert summary["fates"]["zero_variance"] == 16
+    assert_ended_by_the_16th(config, summary)
 
 
 @pytest.mark.slow
@@ -257,10 +257,16 @@ def test_nothing_to_learn_is_an_end_like_others_if_the_configuration_says_so(
     assert any("nothing to learn: pass rate 0.00" in line for line in said)
     summary = read_summary(tmp_path / "run")
     assert (summary["status"], summary["steps"]) == ("nothing_to_learn", 0)
-    assert summary["fates"]["zero_variance"] == 16
+    assert_ended_by_the_16th(config, summary)
     assert "pending" not in summary["fates"], "the run is over: what was under way is unused"
     assert summary["pass_rate_after"] is not None, "the engine lives on for a last evaluation"
     assert (tmp_path / "run" / "checkpoints" / "final" / "config.json").exists()
+
+
+def assert_ended_by_the_16th(config: Any, summary: dict[str, Any]) -> None:
+    """No group was dispatched after it; those in flight may have ended before the run did."""
+    in_flight = config.rollout.max_outstanding_groups + config.trainer.groups_per_step
+    assert 16 <= summary["fates"]["zero_variance"] <= 16 + in_flight
 
 
 def nothing_to_learn(run_dir: Path, *overrides: str) -> Any:
