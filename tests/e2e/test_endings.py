@@ -26,6 +26,7 @@ from experiments import (
 from scripted import HOLD
 
 from pace_lightning.build import Experiment
+from pace_lightning.config_explain import outstanding_limit
 from pace_lightning.core.pool import DrawTimeoutError
 from pace_lightning.rollout.engine import EngineError
 from pace_lightning.rollout.groups import NothingToLearnError, RolloutTimeoutError
