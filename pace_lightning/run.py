@@ -14,7 +14,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from pace_lightning.build import Experiment, build
 from pace_lightning.build_reliability import watchdog
@@ -92,8 +94,8 @@ def resumed_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
 
 def evaluate(config: Config, emit: Emit) -> int:
     """Score the model of a configuration on its held-out prompts. Returns the exit code."""
-    config.trainer.devices = config.trainer.num_nodes = 1  # only the engine has something to do
-    config.trainer.strategy = "auto"
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # only the engine has work to do
+    config = cast("Config", OmegaConf.merge(config, {"trainer": alone}))
     run_dir = run_directory(config, datetime.now())
     run_dir.mkdir(parents=True, exist_ok=True)
     _quiet()
