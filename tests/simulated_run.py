@@ -230,7 +230,8 @@ class Observer:
             rollout.uid: [tokens_of(r) for r in rollout.responses]
             for rollout in self.rollouts.unended()
         }
-        self.require(begun == books.begun, f"begun are {begun}, they were {books.begun}")
+        same = repr(begun) == repr(books.begun)  # a NaN does not equal itself
+        self.require(same, f"begun are {begun}, they were {books.begun}")
         self.ready = {*ready}
         self.num_tokens = sum(group.num_tokens for group in ready.values())
         self.is_loading = False

@@ -174,7 +174,7 @@ def test_a_report_starts_nothing_and_marks_what_is_missing(directory, capsys):
 
 def test_a_file_that_is_no_comparison_ends_with_code_2(directory, capsys):
     assert main(["compare", "conf/smoke.yaml"]) == 2
-    assert "conf/smoke.yaml: unknown key 'model'" in capsys.readouterr().err
+    assert "conf/smoke.yaml: this is an experiment, not a comparison" in capsys.readouterr().err
 
 
 # --- interrupted ---

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from scripted import make_group, make_prompt
 
 from pace_lightning.rollout.engine import PartialResponse
+from pace_lightning.rollout.groups import build_group
 from pace_lightning.rollout.rollouts import Rollout, Rollouts
 
 
@@ -57,3 +61,14 @@ def test_what_may_still_be_trained_on_is_all_of_the_groups_that_are_ready_or_hav
         (make_prompt("a").token_ids, [5], [2]),
         (make_prompt("b").token_ids, [], []),
     ]
+
+
+def test_a_log_prob_that_is_none_does_not_spoil_the_checkpoint_it_is_in() -> None:
+    response = PartialResponse([5, 6], [math.nan, -1.0], [2, 3], completed_at=3)
+    prompt = make_prompt("a")
+    restored = Rollout.from_state(Rollout(prompt, [response]).state_dict(), prompt)
+    restored.check(group_size=1, max_new_tokens=2, version=4)
+    assert math.isnan(restored.responses[0].logprobs[0])
+    completions = [r.completion() for r in restored.responses]
+    with pytest.raises(ValueError, match="log-prob"):
+        build_group(prompt, completions, [1.0], shape_reward=lambda score, _: score)
