@@ -544,7 +544,8 @@ if __name__ == "__main__":
 def test_the_engine_dies_with_a_trainer_that_is_killed(tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(KILLED_TRAINER)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
     trainer = subprocess.Popen(
         [sys.executable, str(script)],
         stdin=subprocess.PIPE,
