@@ -187,6 +187,7 @@ def build(
             time_ledger=time_ledger,
             weight_sync=weight_sync,
             generated=lambda: datamodule.worker.generated,
+            loop_lag=lambda: datamodule.worker.take_lag(),
             max_lag0_gap=None if config.engine.kv_cache == KVCache.KEEP else alarm_gap(config),
             may_reject=config.admission.policy != "all",
             emit=emit,

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _CLOSE_SECONDS = 20.0
 _LOOK_SECONDS = 1.0
+_LAG_LOOK_SECONDS = 0.2
 
 
 class LoopThread:
@@ -41,11 +42,20 @@ class LoopThread:
         self._error: BaseException | None = None
         self._closed = False
         self._ending = False
+        self._lag_seconds = 0.0
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
+
+    def take_lag(self) -> float:
+        """The longest time, in seconds, for which the loop ran nothing that was due; begins anew.
+
+        Any thread. What blocks the loop makes deadlines, publications and tokens late by as much.
+        """
+        lag, self._lag_seconds = self._lag_seconds, 0.0
+        return lag
 
     def describe(self) -> str:
         """One line for messages."""
@@ -135,8 +145,19 @@ class LoopThread:
     async def _enter(self) -> None:
         self._main = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        if not self._closed:
+        if self._closed:
+            return
+        watch = asyncio.create_task(self._measure_lag())
+        try:
             await self._live()
+        finally:
+            watch.cancel()
+
+    async def _measure_lag(self) -> None:
+        while True:
+            due = time.monotonic() + _LAG_LOOK_SECONDS
+            await asyncio.sleep(_LAG_LOOK_SECONDS)
+            self._lag_seconds = max(self._lag_seconds, time.monotonic() - due)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:

@@ -62,6 +62,8 @@ LAYOUT = {
 }
 """One page of TensorBoard's Custom Scalars."""
 
+LOOP_LAG_ALARM_SECONDS = 2.0
+
 REJECTED = {
     "staleness of what was rejected (versions)": [
         "Multiline",
@@ -229,6 +231,8 @@ class LearningMonitor(StepMonitor):
         time_ledger: the wall clock by part.
         weight_sync: its last publication is logged.
         generated: totals of the rollout side.
+        loop_lag: the longest time for which the rollout thread's loop was blocked since the last
+            call, in seconds.
         max_lag0_gap: mean absolute difference between engine and trainer log-probs on tokens of the
             present version above which a warning is given; None: never.
         may_reject: whether rejected groups get a plot.
@@ -242,6 +246,7 @@ class LearningMonitor(StepMonitor):
         time_ledger: TimeLedger,
         weight_sync: WeightSync,
         generated: Callable[[], GeneratedStatistics],
+        loop_lag: Callable[[], float],
         max_lag0_gap: float | None,
         may_reject: bool,
         emit: Callable[[str], None],
@@ -250,6 +255,7 @@ class LearningMonitor(StepMonitor):
         self._time_ledger = time_ledger
         self._weight_sync = weight_sync
         self._generated = generated
+        self._loop_lag = loop_lag
         self._max_lag0_gap = max_lag0_gap
         self._may_reject = may_reject
         self._emit = emit
@@ -286,6 +292,7 @@ class LearningMonitor(StepMonitor):
             "tokens/generated_per_second": (now.tokens - self._before.tokens) / wall,
             "tokens/consumed_per_second": metrics["tokens/consumed"]
             / max(step_seconds["train"], 1e-9),
+            "time/rollout_loop_lag_seconds": self._loop_lag(),
             "time/rss_gib": psutil.Process().memory_info().rss / 2**30,
         }
         metrics |= {f"time/{part}_seconds": value for part, value in step_seconds.items()}
@@ -294,6 +301,13 @@ class LearningMonitor(StepMonitor):
             metrics["time/publish_verify_seconds"] = published.verify_seconds
         self._before = now
         log_metrics(trainer, metrics, report.version)
+        if (lag := metrics["time/rollout_loop_lag_seconds"]) > LOOP_LAG_ALARM_SECONDS:
+            log.warning(
+                "step %d: something blocked the rollout thread's event loop for %.1f s; tokens, "
+                "deadlines and publications were late by as much",
+                report.version,
+                lag,
+            )
         gap = metrics.get("ratio/lag0_log_abs_mean")
         if self._max_lag0_gap is not None and gap is not None and gap > self._max_lag0_gap:
             log.warning(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,8 @@ from experiments import (
     SMOKE,
     Command,
     DeterministicEngine,
+    InProcessScorer,
+    alternate,
     configure,
     measured,
     read_lines,
@@ -116,6 +119,20 @@ def test_failing_requests_stop_no_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert summary["fates"]["trained"] == 200
     assert "failed" not in summary["fates"]
     assert summary["incidents"]["retried_requests"] >= 10
+
+
+def test_what_blocks_the_loop_of_the_rollout_thread_is_alarmed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = [3.0]  # once, in the first step: evaluations are left out
+
+    def score(texts: Sequence[str]) -> list[float]:
+        time.sleep(block.pop() if block else 0.0)
+        return alternate(texts)
+
+    use_script(monkeypatch, DeterministicEngine(), InProcessScorer(score))
+    assert train(configure(tmp_path / "run", "data.held_out=0"), lambda _: None) == 0
+    assert re.search(r"blocked the rollout thread's event loop for [23]\.\d s", caplog.text)
 
 
 def test_a_dead_engine_is_restarted_and_the_run_goes_on_with_the_same_weights(

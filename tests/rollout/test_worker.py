@@ -962,6 +962,15 @@ def test_waking_a_worker_from_another_thread_does_nothing_before_the_start_or_af
     assert rig.engine.requests == []
 
 
+def test_what_blocks_the_event_loop_is_measured_once(make_rig):
+    rig = make_rig().start()
+    rig.worker.take_lag()
+    rig.worker._loop.call_soon_threadsafe(time.sleep, 0.7)
+    time.sleep(1.5)
+    assert rig.worker.take_lag() == pytest.approx(0.6, abs=0.3)
+    assert rig.worker.take_lag() < 0.3
+
+
 def test_the_engine_gets_the_cores_of_a_waiting_trainer_and_gives_them_back(make_rig):
     rig = make_rig()
     seen = []
