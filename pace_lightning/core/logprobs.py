@@ -69,8 +69,7 @@ def token_logprobs(
     Raises:
         ValueError: if the mask covers position 0, which nothing predicts.
     """
-    if bool(loss_mask[:, 0].any()):
-        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
+    _check_predicted(loss_mask)
     hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[
         0
     ]
@@ -111,8 +110,7 @@ def packed_logprobs(
     Returns:
         As there, equal up to float rounding.
     """
-    if bool(loss_mask[:, 0].any()):
-        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
+    _check_predicted(loss_mask)
     real = attention_mask.bool()
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     hidden = model.base_model(
@@ -202,6 +200,11 @@ def shared_prompt_logprobs(
     return _scatter(
         model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
     )
+
+
+def _check_predicted(loss_mask: Tensor) -> None:
+    if bool(loss_mask[:, 0].any()):
+        raise ValueError("loss_mask covers position 0, but no position predicts the first token")
 
 
 def _scatter(
