@@ -139,6 +139,7 @@ def engine_arguments(path: str, config: Any, launch: Launch) -> dict[str, Any]:
             arguments["load_format"] = "dummy"
             arguments["weight_transfer_config"] = {"backend": launch.transfer}
     else:
+        arguments["distributed_executor_backend"] = "uni"
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, launch)
     return arguments
@@ -183,10 +184,13 @@ def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the trainer has threads
     }
     if cores:
-        # vLLM binds the threads that compute, and counts them from this
+        # The engine process itself computes. vLLM would start a worker to set the threads of, and
+        # wait for its answers by polling, on a core that the trainer needs.
         settings |= {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(len(cores)),
+            "OMP_PLACES": f"{{{','.join(str(core) for core in cores)}}}",
+            "OMP_PROC_BIND": "true",
         }
     return settings
 

@@ -28,6 +28,8 @@ from pace_lightning.core.heads import Head
 from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.objective import Objective
+from pace_lightning.training import batch_logprobs as batch_logprobs_file
+from pace_lightning.training.batch_logprobs import SHORT_ROW, batch_logprobs
 from pace_lightning.training.module import NonFiniteLossError
 from pace_lightning.training.policy import copy_for_engine
 
@@ -51,6 +53,19 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_partition(aggregation, sh
     for micro_batches in (2, 4):
         assert relative_difference(gradients[micro_batches], gradients[1]) < 1e-6
         assert losses[micro_batches] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(("limit", "fused"), [(SHORT_ROW, False), (0, True)], ids=["short", "long"])
+def test_short_rows_on_a_cpu_do_without_the_fused_attention(limit, fused, monkeypatch):
+    monkeypatch.setattr(batch_logprobs_file, "SHORT_ROW", limit)
+    policy = make_policy()
+    (batch,) = make_batches(make_groups(), 1)
+    with torch.profiler.profile() as profile:
+        logprobs, _ = batch_logprobs(policy, batch, temperature=1.0, chunk_tokens=64)
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert (kernel in {event.key for event in profile.key_averages()}) == fused
+    whole, _ = token_logprobs(policy, batch.input_ids, batch.attention_mask, batch.loss_mask)
+    torch.testing.assert_close(logprobs, whole, atol=1e-5, rtol=0)
 
 
 def test_shared_prompts_give_the_gradient_of_whole_rows():
