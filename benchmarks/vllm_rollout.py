@@ -3,8 +3,8 @@
     python benchmarks/vllm_rollout.py [--conf CONF] [--prompts 32] [--rounds 3] [key=value ...]
 
 In each round, the same prompts are answered once through the worker (streamed, log-probs, versions)
-and once by vLLM's offline ``generate``, each engine started anew on the same cores with the same
-settings; then weights are published while responses are being generated. Nothing may run beside it.
+and once by vLLM's offline ``generate`` with the processes that vLLM starts by default, each engine
+started anew, computing on the same cores with the same settings; then weights are published while responses are being generated. Nothing may run beside it.
 """
 # ruff: noqa: T201 - it talks to the user
 
@@ -141,8 +141,12 @@ def offline(engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[l
         detokenize=False,
     )
     requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    # by default vLLM starts an engine process and a worker, whose threads it binds
+    settings = environment(str(serving.path), ()) | {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in launch.cores)
+    }
     try:
-        with engine_environment(environment(str(serving.path), launch.cores)):
+        with engine_environment(settings):
             llm = vllm.LLM(**engine_arguments(str(serving.path), policy.config, launch))
         llm.generate(requests[:1], parameters, use_tqdm=False)  # the first step warms up
         start = time.perf_counter()

@@ -248,7 +248,9 @@ def _scatter(
 def _chunk(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, statistic: Statistic
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
+    logits = head(hidden).float()
+    if temperature != 1:
+        logits = logits / temperature
     everything = F.log_softmax(logits, dim=-1)
     chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
     with torch.no_grad():

@@ -39,6 +39,7 @@ def batch_logprobs(
     chunk_tokens: int,
     share_prompts: bool = False,
     pack_rows: bool = False,
+    recompute_layers: bool = False,
     fused: Fused | None = None,
     statistic: Statistic = entropy,
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,7 @@ def batch_logprobs(
         chunk_tokens: as there.
         share_prompts: see `shared_prompt_logprobs`.
         pack_rows: see `packed_logprobs`; not together with shared prompts.
+        recompute_layers: the backward pass computes layers again: see `attention_kernels`.
         fused: as there.
         statistic: as there.
     """
@@ -59,7 +61,7 @@ def batch_logprobs(
         compute = functools.partial(shared_prompt_logprobs, prompt_lengths=batch.prompt_lengths)
     elif pack_rows:
         compute = packed_logprobs
-    with attention_kernels(model, batch.input_ids):
+    with contextlib.nullcontext() if recompute_layers else attention_kernels(batch.input_ids):
         return compute(
             model,
             batch.input_ids,
@@ -72,13 +74,12 @@ def batch_logprobs(
         )
 
 
-def attention_kernels(model: Any, input_ids: Tensor) -> contextlib.AbstractContextManager[None]:
+def attention_kernels(input_ids: Tensor) -> contextlib.AbstractContextManager[None]:
     """Which of its kernels PyTorch's attention may take for rows ``(N, T)``; see `SHORT_ROW`.
 
-    Gradient checkpointing computes layers again after this has been left: any kernel, then.
+    Not for layers that are computed again after it has been left, by another kernel.
     """
-    on_cpu = input_ids.device.type == "cpu"
-    if on_cpu and input_ids.shape[1] <= SHORT_ROW and not model.is_gradient_checkpointing:
+    if input_ids.device.type == "cpu" and input_ids.shape[1] <= SHORT_ROW:
         return sdpa_kernel(SDPBackend.MATH)
     return contextlib.nullcontext()
 

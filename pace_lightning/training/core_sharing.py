@@ -10,7 +10,7 @@ import torch
 
 
 class CoreSharing(pl.Callback):
-    """Sets the trainer's intra-op threads before each micro-batch.
+    """Sets the trainer's intra-op threads before each forward and each backward pass.
 
     The other direction, an engine that gets all cores while the trainer waits, is
     `RolloutWorker.waiting_trainer`.
@@ -29,7 +29,17 @@ class CoreSharing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look who is running; ``set_num_threads`` holds for the calling thread only."""
+        """Before a forward pass."""
+        self._look()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Before a backward pass."""
+        self._look()
+
+    def _look(self) -> None:
+        """Who is running? ``set_num_threads`` holds for the calling thread only."""
         threads = self._alone if self._engine_is_idle() else self._shared
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)

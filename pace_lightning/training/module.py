@@ -124,6 +124,7 @@ class PolicyModule(pl.LightningModule):
             chunk_tokens=chunk_tokens,
             share_prompts=share_prompts,
             pack_rows=pack_rows,
+            recompute_layers=gradient_checkpointing,
             fused=fused,
         )
         self._ranks = ranks

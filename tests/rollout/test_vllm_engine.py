@@ -420,19 +420,18 @@ def test_weights_of_other_names_or_shapes_are_refused_and_generation_goes_on(tra
     assert set(completion.versions) == {trained.version}
 
 
-def test_the_processes_have_an_environment_and_cores_of_their_own(trained):
-    core, worker = (psutil.Process(pid) for pid in trained.engine.pids()[:2])
-    for process in (core, worker):
-        environment = process.environ()
-        assert environment["PACE_LIGHTNING_TRAINER_PID"] == str(os.getpid())
-        assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & environment.keys()
-    bound = [psutil.Process(worker.pid).cpu_affinity()]
-    bound += [os.sched_getaffinity(thread.id) for thread in worker.threads()]
-    assert any(set(cores) == {CORE} for cores in bound)
+def test_the_process_has_an_environment_and_a_core_of_its_own(trained):
+    # the process itself computes: a worker beside it would be waited for by polling
+    assert not [child for child in psutil.Process().children(True) if "Worker" in child.name()]
+    core = psutil.Process(trained.engine.pids()[0])
+    environment = core.environ()
+    assert environment["PACE_LIGHTNING_TRAINER_PID"] == str(os.getpid())
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & environment.keys()
+    assert core.cpu_affinity() == [CORE]
 
 
 def test_the_trainers_own_environment_is_left_as_it_was(trained):
-    names = ("PACE_LIGHTNING_TRAINER_PID", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD")
+    names = ("PACE_LIGHTNING_TRAINER_PID", "OMP_PLACES", "VLLM_ENABLE_V1_MULTIPROCESSING")
     assert not set(names) & os.environ.keys()
 
 

@@ -265,7 +265,7 @@ def test_a_snapshot_of_a_published_policy_is_of_its_adapters_and_scores_as_it_di
     assert (logprobs_of(policy, batch)[0] - then).abs().max() > 0.1
     batch.token_versions.masked_fill_(batch.loss_mask, 0)
     scored = store.logprobs(batch, module._compute)
-    torch.testing.assert_close(scored[batch.loss_mask], then[batch.loss_mask], atol=1e-6, rtol=0)
+    torch.testing.assert_close(scored[batch.loss_mask], then[batch.loss_mask], atol=1e-5, rtol=0)
     (kept,) = store.state_dict()["copies"].values()
     assert kept.keys() == trained_parameters(policy).keys()
 
