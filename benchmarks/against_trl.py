@@ -218,7 +218,7 @@ def evaluate(
     folder: Path, points: list[dict[str, Any]], seed: int, overrides: Sequence[str]
 ) -> None:
     """Add the pass rate to each point; step 0 is the initial model."""
-    experiment = our_experiment(seed, ["mode=sync", *overrides])
+    experiment = our_experiment(seed, ["mode=sync", *overrides, "engine.kind=local"])
     datamodule = experiment.datamodule
     try:
         datamodule.start()

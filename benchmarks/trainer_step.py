@@ -33,6 +33,7 @@ from pace_lightning.core.batch import TrainBatch, collate
 from pace_lightning.core.heads import HEADS
 from pace_lightning.core.objective import Objective
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
+from pace_lightning.training.batch_logprobs import attention_kernels
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.policy import load_policy
 
@@ -153,7 +154,7 @@ def bare(model: Any, draws: list[list[TrainBatch]]) -> list[float]:
     for batches in draws:
         start = time.perf_counter()
         for batch in batches:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), attention_kernels(batch.input_ids):
                 hidden = model.base_model(
                     input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
                 )[0]

@@ -4,7 +4,8 @@
 
 In each round, the same prompts are answered once through the worker (streamed, log-probs, versions)
 and once by vLLM's offline ``generate`` with the processes that vLLM starts by default, each engine
-started anew, computing on the same cores with the same settings; then weights are published while responses are being generated. Nothing may run beside it.
+started anew, computing on the same cores with the same settings; then weights are published while
+responses are being generated. Nothing may run beside it.
 """
 # ruff: noqa: T201 - it talks to the user
 

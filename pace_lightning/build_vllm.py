@@ -64,7 +64,8 @@ def vllm_engine(
             seed=seed,
         ),
         reference=functools.partial(weights_logprobs, policy.config)
-        if is_sharded(config)  # no rank alone can use the policy then
+        # no rank alone can use a policy in parts, and the present one is not what is published late
+        if is_sharded(config) or config.sync.lag_versions
         else lambda tokens, _: sequence_logprobs(policy, tokens),
         stop_token_ids=stop_token_ids,
         recompute_cache=engine.kv_cache == KVCache.RECOMPUTE,

@@ -195,7 +195,10 @@ class EngineConfig:
     max_batch_tokens: int = 512
     """Prefill and decode tokens of one engine step."""
     cache_tokens: int | None = None
-    """KV cache size; None: enough for ``max_running`` sequences of full length."""
+    """KV cache size.
+
+    None: on CPU enough for ``max_running`` sequences of full length, on GPUs what vLLM finds free.
+    """
     startup_timeout_seconds: float = 120.0
     publish_timeout_seconds: float = 120.0
     """For one publication of weights: pause, load, verify, resume."""

@@ -200,9 +200,17 @@ def memory_text(config: Config, shape: ModelShape | None) -> str:
             "it is not a model of Llama's or Qwen's kind"
         )
     trainer, engine = memory_of(config, shape)
+    generation = f"about {_size(engine.total)} for the engine ({_parts(engine)})"
+    if config.engine.devices and config.engine.cache_tokens is None:  # vLLM takes what is free
+        running = config.engine.max_running
+        generation = (
+            f"for the engine about {_size(engine.weights)} of weights and, for a KV cache, what "
+            f"vLLM finds free: {_size(engine.kv_cache / running)} for a response of full length, "
+            f"{_size(engine.kv_cache)} if all of {running} were as long; those that do not fit wait"
+        )
     return (
         f"{shape.parameters / 1e9:.2f} B parameters; about {_size(trainer.total)} for the trainer "
-        f"({_parts(trainer)}), and about {_size(engine.total)} for the engine ({_parts(engine)})"
+        f"({_parts(trainer)}), and {generation}"
     )
 
 

@@ -247,4 +247,7 @@ def test_config_prints_the_memory_of_a_model_that_was_never_fetched(capsys):
     shape = KNOWN["Qwen/Qwen3-8B"]
     # ZeRO-3 over 4 GPUs: float32 copy, both moments
     assert f"optimizer {(4 + 8) * shape.parameters / 4 / GIB:.1f} GiB" in line
-    assert "kv cache" in line
+    # 36 layers x 8 heads x 128, keys and values in bfloat16; four GPUs share the heads
+    sequence = 2 * 36 * 8 * 128 * 2 * (2048 + 20480) / 4
+    assert f"{1024 * sequence / GIB:.1f} MiB for a response of full length" in line
+    assert f"{256 * sequence / GIB:.1f} GiB if all of 256 were as long" in line

@@ -41,9 +41,9 @@ class Launch:
     max_batch_tokens: int = 512
     """Tokens of one step, prefill and decode together."""
     cache_tokens: int | None = None
-    """Size of the KV cache on CPU; None: ``max_running`` sequences of full length.
+    """Size of the KV cache.
 
-    On GPUs it is what vLLM finds free.
+    None: on CPU ``max_running`` sequences of full length, on GPUs what vLLM finds free.
     """
     share_prefixes: bool = True
     """Compute a prefix that several requests have in common once."""
@@ -141,17 +141,19 @@ def engine_arguments(path: str, config: Any, launch: Launch) -> dict[str, Any]:
     else:
         arguments["distributed_executor_backend"] = "uni"
         arguments["block_size"] = CPU_BLOCK_TOKENS
+    if launch.cache_tokens is not None or not launch.devices:
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, launch)
     return arguments
 
 
 def _cache_bytes(config: Any, launch: Launch) -> int:
-    """One key and one value for each layer, KV head and token."""
+    """One key and one value for each layer, KV head and token; on each GPU, its share of heads."""
     per_sequence = math.ceil((launch.max_sequence_tokens + 1) / CPU_BLOCK_TOKENS)
     blocks = launch.max_running * per_sequence
     if launch.cache_tokens is not None:
         blocks = max(per_sequence, math.ceil(launch.cache_tokens / CPU_BLOCK_TOKENS))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = max(1, heads // max(1, len(launch.devices)))
     per_token: int = (
         2 * config.num_hidden_layers * heads * head_size(config) * launch.dtype.itemsize
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.core.logprobs import (
@@ -74,13 +75,42 @@ def batch_logprobs(
         )
 
 
-def attention_kernels(input_ids: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Which of its kernels PyTorch's attention may take for rows ``(N, T)``; see `SHORT_ROW`.
+class PlainAttention(TorchFunctionMode):
+    """Attention by plain matrix products in this thread.
+
+    PyTorch's own switch is one of the process, so it would reach an engine in another thread.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace PyTorch's attention, and nothing else."""
+        if func is scaled_dot_product_attention:
+            return _plain_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **more: Any,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # it takes what is added only
+        seen = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = seen.masked_fill_(~attn_mask, -torch.inf)
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    result: Tensor = plain(query, key, value, attn_mask, *args, **more)[0]
+    return result
+
+
+def attention_kernels(input_ids: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Which of its kernels PyTorch's attention takes for rows ``(N, T)``; see `SHORT_ROW`.
 
     Not for layers that are computed again after it has been left, by another kernel.
     """
     if input_ids.device.type == "cpu" and input_ids.shape[1] <= SHORT_ROW:
-        return sdpa_kernel(SDPBackend.MATH)
+        return PlainAttention()
     return contextlib.nullcontext()
 
 

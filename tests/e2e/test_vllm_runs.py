@@ -32,6 +32,9 @@ PATIENT = (
 )
 
 
+SYNCHRONOUS = ("mode=sync", "seed=3", f"trainer.steps={STEPS}", "rollout.temperature=0.7")
+
+
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """What was measured at each step."""
     lines = read_lines(run_dir / "metrics.jsonl")
@@ -44,8 +47,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     runs = []
     for name in ("first", "second"):
         run_dir = tmp_path_factory.mktemp("twins") / name
-        settings = ("mode=sync", "seed=3", f"trainer.steps={STEPS}", "rollout.temperature=0.7")
-        assert train(configure(run_dir, *PATIENT, *settings), lambda _: None) == 0
+        assert train(configure(run_dir, *PATIENT, *SYNCHRONOUS), lambda _: None) == 0
         runs.append(run_dir)
     return runs
 
@@ -75,6 +77,20 @@ def test_the_time_of_each_verification_is_in_the_metrics_and_on_the_board(
     assert plotted == pytest.approx([line["time/publish_verify_seconds"] for line in lines])
     for line in lines:
         assert 0 < line["time/publish_verify_seconds"] < line["time/publish_pause_seconds"]
+
+
+def test_the_tensorboard_page_is_that_of_a_run_with_the_local_engine(
+    twins: list[Path], tmp_path: Path
+) -> None:
+    local = configure(tmp_path / "local", "engine.kind=local", *SYNCHRONOUS)
+    assert train(local, lambda _: None) == 0
+    boards = [
+        EventAccumulator(str(run / "tensorboard")).Reload().Tags()
+        for run in (twins[0], tmp_path / "local")
+    ]
+    for kind in ("scalars", "histograms", "distributions", "tensors"):
+        assert boards[0][kind], kind
+        assert set(boards[0][kind]) == set(boards[1][kind]), kind
 
 
 def test_sampling_at_another_temperature_ends_the_run_before_anything_is_trained(

@@ -81,6 +81,27 @@ def test_a_run_on_two_ranks_trains_what_one_rank_trains(
     assert float(difference.abs().max()) < 10 * ACCURACY
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_3"])
+def test_a_run_that_stops_half_way_is_resumed_by_as_many_ranks_and_loses_nothing(
+    strategy: str, tmp_path: Path, alone: Path
+) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    ranks = ("trainer.devices=2", f"trainer.strategy={strategy}", "trainer.micro_batches=1")
+    half = ("trainer.checkpoint_every_steps=2", f"trainer.steps={STEPS // 2}")
+    run_dir = train(tmp_path, *ranks, *half)
+    arguments = ("resume", str(run_dir), f"trainer.steps={STEPS}")
+    code, output = run_command(tmp_path / "resume.log", *arguments, seconds=500)
+    assert code == 0, output
+    summary, expected = read_summary(run_dir), read_summary(alone)
+    assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    for name in ("fates", "tokens_trained", "pass_rate_after"):
+        assert summary[name] == expected[name], name
+    assert [line["version"] for line in read_lines(run_dir / "draws.jsonl")] == list(range(STEPS))
+    difference = exported_logprobs(run_dir) - exported_logprobs(alone)
+    assert float(difference.abs().max()) < 10 * ACCURACY
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [

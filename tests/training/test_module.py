@@ -128,7 +128,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient():
         recorder, _ = fit(module, batches)
         gradients += recorder.gradients
         forwards.append(len(calls))
-    assert relative_difference(gradients[1], gradients[0]) < 1e-6
+    assert relative_difference(gradients[1], gradients[0]) < 5e-6  # by another attention kernel
     assert forwards == [1, 2]
 
 

@@ -1,0 +1,32 @@
+"""What vLLM is started with, in its own words; needs no vLLM."""
+
+from types import SimpleNamespace
+
+import torch
+
+from pace_lightning.rollout.vllm_process import Launch, engine_arguments, environment
+
+MODEL = SimpleNamespace(
+    num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16
+)
+
+
+def test_on_gpus_the_cache_is_what_vllm_finds_free_unless_its_size_is_set():
+    gpus = {"max_sequence_tokens": 100, "dtype": torch.bfloat16, "devices": (0, 1)}
+    assert "kv_cache_memory_bytes" not in engine_arguments("path", MODEL, Launch(**gpus))
+    arguments = engine_arguments("path", MODEL, Launch(**gpus, cache_tokens=1000))
+    # keys and values of 3 layers, 2 of the 4 heads on each GPU, 16 numbers of 2 bytes
+    assert arguments["kv_cache_memory_bytes"] == 2 * 3 * 2 * 16 * 2 * (1024 + 32)
+    assert arguments["tensor_parallel_size"] == 2
+
+
+def test_on_a_cpu_the_engine_process_computes_with_a_thread_on_each_of_its_cores():
+    arguments = engine_arguments("path", MODEL, Launch(100, cores=(2, 5)))
+    assert arguments["distributed_executor_backend"] == "uni"
+    # 64 sequences of 101 tokens take 4 blocks of 32 each, and one is vLLM's own
+    assert arguments["kv_cache_memory_bytes"] == 2 * 3 * 4 * 16 * 4 * 32 * (64 * 4 + 1)
+    settings = environment("scratch", (2, 5))
+    assert settings["OMP_PLACES"] == "{2,5}"
+    assert settings["OMP_NUM_THREADS"] == "2"
+    assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "OMP_PLACES" not in environment("scratch", ())
