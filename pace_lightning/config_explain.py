@@ -66,7 +66,7 @@ def choose_engine(config: Config, *, vllm_installed: bool) -> tuple[str, str]:
         return kind, "engine.kind"
     rescores = config.admission.policy == "pace" and config.pace.ranking == "effective"
     if not vllm_installed:
-        return "local", "engine.kind auto: vLLM is not installed"
+        return "local", "engine.kind auto: vLLM is not installed; `make train` tries to"
     if rescores and config.rollout.temperature != 1:
         return "local", "engine.kind auto: vLLM re-scores prefixes at temperature 1 only"
     if config.loss.proximal == "interruption":

@@ -104,14 +104,14 @@ def _model(conf: str) -> str:
 
 
 def _engine(conf: str) -> str:
-    from pace_lightning.build_vllm import check_vllm, uses_vllm
-    from pace_lightning.config_explain import choose_engine, is_vllm_installed
+    from pace_lightning.build_vllm import check_vllm, chosen_engine
+    from pace_lightning.config_explain import is_vllm_installed
     from pace_lightning.config_load import load
 
     config = load(conf)
     installed = is_vllm_installed()
-    kind, why = choose_engine(config, vllm_installed=installed)
-    if uses_vllm(config):
+    kind, why = chosen_engine(config)
+    if kind == "vllm":
         return f"{check_vllm(config)} ({why})"
     return f"{kind} ({why}); vLLM is {'' if installed else 'not '}installed"
 

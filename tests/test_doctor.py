@@ -55,7 +55,10 @@ def test_a_missing_vllm_is_a_failure_where_it_is_asked_for_and_a_reason_where_it
     for module in ("config_explain", "build_vllm"):
         monkeypatch.setattr(f"pace_lightning.{module}.is_vllm_installed", lambda: False)
     assert says("kind: vllm").startswith("FAIL engine engine.kind is vllm, but vLLM is not inst")
-    assert "ok engine local (engine.kind auto: vLLM is not installed)" in says("kind: auto")
+    assert (
+        "ok engine local (engine.kind auto: vLLM is not installed; `make train` tries to)"
+        in says("kind: auto")
+    )
 
 
 def test_an_installation_without_the_guard_of_the_processes_is_refused(tiny, monkeypatch):

@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def engine_environment(settings: Mapping[str, str]) -> Iterator[None]:
     A started process inherits ``os.environ``, and vLLM writes into it as well; all of it is put
     back afterwards.
     """
+    tempfile.gettempdir()  # the trainer's own stays what it is
     before = dict(os.environ)
     for name in before:
         if name in INHERITED_FROM_LAUNCHERS or name.startswith(INHERITED_PREFIXES):

@@ -185,13 +185,15 @@ def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the trainer has threads
     }
+    if scratch:  # what vLLM leaves behind is removed with it
+        settings |= {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
     if cores:
         # The engine process itself computes. vLLM would start a worker to set the threads of, and
         # wait for its answers by polling, on a core that the trainer needs.
         settings |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(len(cores)),
-            "OMP_PLACES": f"{{{','.join(str(core) for core in cores)}}}",
+            "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores),
             "OMP_PROC_BIND": "true",
         }
     return settings

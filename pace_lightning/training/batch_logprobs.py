@@ -24,11 +24,11 @@ from pace_lightning.core.logprobs import (
 )
 from pace_lightning.training.policy import ModelError
 
-SHORT_ROW = 256
-"""Tokens of a row up to which PyTorch's attention on a CPU goes by plain matrix products.
+PLAIN_SCORES = 2**19
+"""Scores of a head, rows x tokens^2, up to which attention on a CPU is plain matrix products.
 
-Its fused kernel saves the memory of the scores, but its backward pass is slow on short rows: on
-two cores a step of the quickstart takes 3.8 to 4.2 s with matrix products, 5.1 to 8.1 s with it.
+PyTorch's fused kernel saves the memory of the scores, but its backward pass is slow on short rows:
+on two cores a step of the quickstart takes 3.8 to 4.2 s with products, 5.1 to 8.1 s with it.
 """
 
 
@@ -105,11 +105,12 @@ def _plain_attention(
 
 
 def attention_kernels(input_ids: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Which of its kernels PyTorch's attention takes for rows ``(N, T)``; see `SHORT_ROW`.
+    """Which of its kernels PyTorch's attention takes for rows ``(N, T)``; see `PLAIN_SCORES`.
 
     Not for layers that are computed again after it has been left, by another kernel.
     """
-    if input_ids.device.type == "cpu" and input_ids.shape[1] <= SHORT_ROW:
+    num_rows, width = input_ids.shape
+    if input_ids.device.type == "cpu" and num_rows * width**2 <= PLAIN_SCORES:
         return PlainAttention()
     return contextlib.nullcontext()
 

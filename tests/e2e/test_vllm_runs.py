@@ -93,6 +93,12 @@ def test_the_tensorboard_page_is_that_of_a_run_with_the_local_engine(
         assert set(boards[0][kind]) == set(boards[1][kind]), kind
 
 
+def test_weights_that_are_published_late_are_verified_against_themselves(tmp_path: Path) -> None:
+    settings = ("mode=sync", "sync.lag_versions=1", f"trainer.steps={STEPS}")
+    assert train(configure(tmp_path / "late", *PATIENT, *settings), lambda _: None) == 0
+    assert read_summary(tmp_path / "late")["steps"] == STEPS
+
+
 def test_sampling_at_another_temperature_ends_the_run_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

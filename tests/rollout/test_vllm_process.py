@@ -26,7 +26,7 @@ def test_on_a_cpu_the_engine_process_computes_with_a_thread_on_each_of_its_cores
     # 64 sequences of 101 tokens take 4 blocks of 32 each, and one is vLLM's own
     assert arguments["kv_cache_memory_bytes"] == 2 * 3 * 4 * 16 * 4 * 32 * (64 * 4 + 1)
     settings = environment("scratch", (2, 5))
-    assert settings["OMP_PLACES"] == "{2,5}"
+    assert settings["OMP_PLACES"] == "{2},{5}"
     assert settings["OMP_NUM_THREADS"] == "2"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "OMP_PLACES" not in environment("scratch", ())

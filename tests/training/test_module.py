@@ -29,7 +29,7 @@ from pace_lightning.core.logprobs import token_logprobs
 from pace_lightning.core.losses import AGGREGATIONS
 from pace_lightning.core.objective import Objective
 from pace_lightning.training import batch_logprobs as batch_logprobs_file
-from pace_lightning.training.batch_logprobs import SHORT_ROW, batch_logprobs
+from pace_lightning.training.batch_logprobs import PLAIN_SCORES, batch_logprobs
 from pace_lightning.training.module import NonFiniteLossError
 from pace_lightning.training.policy import copy_for_engine
 
@@ -55,9 +55,11 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_partition(aggregation, sh
         assert losses[micro_batches] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize(("limit", "fused"), [(SHORT_ROW, False), (0, True)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("limit", "fused"), [(PLAIN_SCORES, False), (0, True)], ids=["short", "long"]
+)
 def test_short_rows_on_a_cpu_do_without_the_fused_attention(limit, fused, monkeypatch):
-    monkeypatch.setattr(batch_logprobs_file, "SHORT_ROW", limit)
+    monkeypatch.setattr(batch_logprobs_file, "PLAIN_SCORES", limit)
     policy = make_policy()
     (batch,) = make_batches(make_groups(), 1)
     with torch.profiler.profile() as profile:
