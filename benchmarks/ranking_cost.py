@@ -2,9 +2,9 @@
 
     python benchmarks/ranking_cost.py [--steps 5] [--rounds 3] [--conf CONF] [key=value ...]
 
-Runs the experiment on the local engine, unfiltered, with raw and with effective ranking in turn, ``--rounds`` times
-over, the KV cache rebuilt at publications in all three, without evaluation; the first step is left
-out. Shares are of the step time of the unfiltered runs, over all rounds:
+Runs the experiment on the local engine, unfiltered, with raw and with effective ranking in turn,
+``--rounds`` times over, the KV cache rebuilt at publications in all three, without evaluation; the
+first step is left out. Shares are of the step time of the unfiltered runs, over all rounds:
 
     raw         seconds inside the admission policy
     effective   those, and the seconds that re-scoring adds to the prefills which rebuild the cache
@@ -74,7 +74,9 @@ def main() -> None:
     collected: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for number in range(options.rounds):
         for arm, settings in ARMS.items():
-            steps, rejected = measure(options.conf, options.steps, ["engine.kind=local", *options.overrides, *settings])
+            steps, rejected = measure(
+                options.conf, options.steps, ["engine.kind=local", *options.overrides, *settings]
+            )
             collected[arm] += steps
             total, ranking, rescoring = (statistics.fmean(s[tag] for s in steps) for tag in TAGS)
             print(

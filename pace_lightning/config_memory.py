@@ -127,8 +127,8 @@ def activation_bytes(shape: ModelShape, *, mixed: bool) -> float:
 
     Each of the two norms: its input, the normalized input and its output; queries, keys, values and
     the attention's output; of the MLP the gate, its activation, the other half and their product.
-    Attention is of a kind that keeps no matrix of all pairs of tokens; the small ones that a CPU run
-    keeps (`batch_logprobs.PLAIN_SCORES`) are not counted.
+    Attention is of a kind that keeps no matrix of all pairs of tokens; the small ones that a run on
+    a CPU keeps (`batch_logprobs.PLAIN_SCORES`) are not counted.
     """
     half = BFLOAT16 if mixed else FLOAT32
     inner = shape.intermediate

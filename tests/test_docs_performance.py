@@ -21,7 +21,13 @@ PATH = [
 
 def run(system, factor, seed=0, points=PATH):
     scaled = [p | {k: p[k] * factor for k in ("seconds", "cpu_seconds")} for p in points]
-    line = {"system": system, "seed": seed, "steps": 36, "points": scaled, "load_average": 0.5}
+    line = {
+        "system": system,
+        "seed": seed,
+        "steps": against_trl.STEPS,
+        "points": scaled,
+        "load_average": 0.5,
+    }
     return line | {"machine": "m", "packages": {"trl": "trl"}}
 
 

@@ -1,9 +1,9 @@
 """An engine in processes of its own: vLLM, on CPU or on GPUs.
 
 vLLM's front (`AsyncLLM`) runs in the event loop of the rollout thread; the engine process behind it
-(on several GPUs its workers) holds weights and caches. Token ids go in and come out; each response is one request
-of vLLM, and its tokens are stamped with the version of the weights as they arrive. When a response
-ends, the versions are compared with those that vLLM itself kept.
+(on several GPUs its workers) holds weights and caches. Token ids go in and come out; each response
+is one request of vLLM, and its tokens are stamped with the version of the weights as they arrive.
+When a response ends, the versions are compared with those that vLLM itself kept.
 
 A publication (`paused`, `load_weights`, `verify_weights`, `rescore_prefixes`):
 
