@@ -7,8 +7,8 @@ Model, prompts, scoring rule, batch, loss, optimizer and rate are those of `conf
 for all; ours generates with vLLM, TRL with transformers. TRL has a virtual environment of its own
 on top of this one (`.venv-trl`, made on first use), so that torch and transformers are the same.
 Each run trains in a process of its own and writes its weights every few steps; the seconds for that
-count, in all systems. The weights are evaluated afterwards, by one evaluator for all: the local
-engine, the same prompts, the same number of samples.
+count, in all systems. The weights are evaluated afterwards, by one evaluator for all: vLLM, the
+same prompts, the same number of samples.
 
 Appends a line per run to the file of results and skips what is there, so it can be stopped and
 started again. Nothing may run beside it.
@@ -219,16 +219,16 @@ def evaluate(
     folder: Path, points: list[dict[str, Any]], seed: int, overrides: Sequence[str]
 ) -> None:
     """Add the pass rate to each point; step 0 is the initial model."""
-    experiment = our_experiment(seed, ["mode=sync", *overrides, "engine.kind=local"])
+    experiment = our_experiment(seed, ["mode=sync", *overrides, "engine.kind=vllm"])
     datamodule = experiment.datamodule
     try:
         datamodule.start()
         for version, point in enumerate(points):
             if point["steps"]:
-                weights = torch.load(folder / f"{point['steps']}.pt", weights_only=True)
-            else:
-                weights = experiment.module.weights()
-            datamodule.publish(weights, version)
+                saved = torch.load(folder / f"{point['steps']}.pt", weights_only=True)
+                # the engine is verified against the policy
+                experiment.module.policy.load_state_dict(saved, strict=False)
+            datamodule.publish(experiment.module.weights(), version)
             point["pass_rate"] = datamodule.evaluate()["pass_rate"]
             print(f"  step {point['steps']:3d}: {point['pass_rate']:.3f}", flush=True)
     finally:

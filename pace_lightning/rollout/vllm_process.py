@@ -193,7 +193,9 @@ def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
         settings |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(len(cores)),
-            "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores),
+            # one place of all: two copies of libgomp are loaded, and the second one would find only
+            # the core to which the first one has bound this thread
+            "OMP_PLACES": f"{{{','.join(str(core) for core in cores)}}}",
             "OMP_PROC_BIND": "true",
         }
     return settings

@@ -20,13 +20,13 @@ def test_on_gpus_the_cache_is_what_vllm_finds_free_unless_its_size_is_set():
     assert arguments["tensor_parallel_size"] == 2
 
 
-def test_on_a_cpu_the_engine_process_computes_with_a_thread_on_each_of_its_cores():
+def test_on_a_cpu_the_engine_process_computes_on_its_own_cores():
     arguments = engine_arguments("path", MODEL, Launch(100, cores=(2, 5)))
     assert arguments["distributed_executor_backend"] == "uni"
     # 64 sequences of 101 tokens take 4 blocks of 32 each, and one is vLLM's own
     assert arguments["kv_cache_memory_bytes"] == 2 * 3 * 4 * 16 * 4 * 32 * (64 * 4 + 1)
     settings = environment("scratch", (2, 5))
-    assert settings["OMP_PLACES"] == "{2},{5}"
+    assert settings["OMP_PLACES"] == "{2,5}"
     assert settings["OMP_NUM_THREADS"] == "2"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "OMP_PLACES" not in environment("scratch", ())
