@@ -322,10 +322,12 @@ def report(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
     yield "|---" * (4 + len(TARGETS)) + "|"
     reference: dict[float, float] = {}
+    first: list[Mapping[str, Any]] = []
     for system in SYSTEMS:
         own = [run for run in runs if run["system"] == system]
         if not own:
             continue
+        first = first or own  # TRL, if it was measured: what the others are compared with
         steps = [run["points"][-1]["seconds"] / run["points"][-1]["steps"] for run in own]
         cells = []
         for target in TARGETS:
@@ -337,8 +339,10 @@ def report(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 cells.append(f"reached by {len(seconds)} of {len(own)}")
                 continue
             mean = statistics.fmean(seconds)
-            reference.setdefault(target, mean)  # the first system: TRL, if it was measured
-            cells.append(f"{spread(seconds)}, {spread(cpu)} ({reference[target] / mean:.1f} x)")
+            if own is first:
+                reference[target] = mean
+            times = f" ({reference[target] / mean:.1f} x)" if target in reference else ""
+            cells.append(f"{spread(seconds)}, {spread(cpu)}{times}")
         ends = [run["points"][-1]["pass_rate"] for run in own]
         seeds = ", ".join(str(run["seed"]) for run in own)
         yield (

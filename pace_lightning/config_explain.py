@@ -278,7 +278,9 @@ def _threads(config: Config, cores: int | None) -> str:
     trainer, engine, alone = thread_layout(config, cores)
     if choose_engine(config, vllm_installed=is_vllm_installed())[0] == "vllm":
         whole = "" if config.trainer.num_threads else f", {alone} while the engine is idle"
-        return f"trainer {trainer}{whole}; engine {engine}, bound to its own cores, if it has no GPU"
+        return (
+            f"trainer {trainer}{whole}; engine {engine}, bound to its own cores, if it has no GPU"
+        )
     takeover = f"engine {engine}, {alone} while the trainer waits"
     if config.trainer.num_threads is not None:
         return f"trainer {trainer}, {takeover}"

@@ -18,7 +18,7 @@ from pace_lightning.config_ranks import message_timeout
         (["trainer.strategy=dpp"], "trainer.strategy is 'dpp'; did you mean 'ddp'?"),
         (["trainer.devices=0"], "trainer.devices is 0; it must be at least 1"),
         (["trainer.strategy=fsdp"], "there is one rank: nothing to shard"),
-        (["trainer.devices=64"], "256 in all, but a step has only"),
+        (["trainer.devices=64"], "128 in all, but a step has only"),
         (["trainer.offload=optimizer"], "keeps everything on its device"),
         (
             ["trainer.offload=parameters", "trainer.strategy=deepspeed_stage_2"],
