@@ -33,6 +33,7 @@ from pace_lightning.core.losses import aggregate
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.rollout.local_engine import LocalEngine
 from pace_lightning.run import train
+from pace_lightning.training.batch_logprobs import attention_kernels
 
 STEPS = 8
 GROUPS_PER_STEP, GROUP_SIZE, MICRO_BATCHES = 4, 4, 2
@@ -260,9 +261,10 @@ def plain_training(
             std_ddof=1,
         )
         for batch in batches:
-            logprobs, _ = token_logprobs(
-                policy, batch.input_ids, batch.attention_mask, batch.loss_mask
-            )
+            with attention_kernels(batch.input_ids):
+                logprobs, _ = token_logprobs(
+                    policy, batch.input_ids, batch.attention_mask, batch.loss_mask
+                )
             losses = dapo_head(
                 logprobs,
                 batch.behavior_logprobs,
