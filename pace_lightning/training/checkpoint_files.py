@@ -61,17 +61,6 @@ class RunCheckpointIO(TorchCheckpointIO):
             finally:
                 scratch.unlink(missing_ok=True)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read one file; a run that ended at its last step may go on with more of them.
-
-        Lightning takes the last batch of the shorter stream for the end of its only epoch.
-        """
-        checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        if "epoch_loop.batch_progress" in fit_loop:
-            fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
-        return checkpoint
-
 
 def check_space(checkpoint: Mapping[str, Any], target: Path) -> None:
     """Refuse to begin a file that the disk has no room for.

@@ -164,7 +164,12 @@ class PolicyModule(pl.LightningModule):
         checkpoint["cumulated_learning_rate"] = self._cumulated_rate
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; a run that ended at its last step may go on with more of them.
+
+        Lightning takes the last batch of the shorter stream for the end of its only epoch.
+        """
+        progress = checkpoint["loops"]["fit_loop"].get("epoch_loop.batch_progress", {})
+        progress["is_last_batch"] = False
         self._proximal.load_state_dict(checkpoint["proximal"])
         self._cumulated_rate = checkpoint["cumulated_learning_rate"]
 
