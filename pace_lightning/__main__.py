@@ -169,6 +169,13 @@ def _leave(code: int) -> None:
                 print(f"leaving thread {thread.name} behind", file=sys.stderr, flush=True)
                 sys.stdout.flush()
                 os._exit(code or 1)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        # threads of process groups can abort a process whose interpreter is being torn down
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
