@@ -36,6 +36,7 @@ from pace_lightning.build_trainer import (
 from pace_lightning.build_vllm import chosen_engine, vllm_engine
 from pace_lightning.config import Config, ConfigError, KVCache, Mode
 from pace_lightning.config_explain import (
+    ENGINE_NAMES,
     dispatch_ahead,
     outstanding_limit,
     pace_window,
@@ -232,8 +233,7 @@ def make_engine(
     stop = policy.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])} - {None}
     kind, why = chosen_engine(config)
-    name = "vLLM" if kind == "vllm" else "transformers' continuous batching"
-    emit(f"{name} generates ({why})")
+    emit(f"{ENGINE_NAMES[kind]} generates ({why})")
     if kind == "vllm":
         return vllm_engine(
             config,

@@ -59,6 +59,10 @@ def thread_layout(config: Config, cores: int) -> tuple[int, int, int]:
     return trainer, engine, cores
 
 
+ENGINE_NAMES = {"vllm": "vLLM", "local": "transformers' continuous batching"}
+"""What to call the two kinds."""
+
+
 def choose_engine(config: Config, *, vllm_installed: bool) -> tuple[str, str]:
     """The engine of a run, ``vllm`` or ``local``, and why."""
     kind = config.engine.kind
@@ -261,9 +265,8 @@ def _evaluation(config: Config) -> str:
 def _engine(config: Config) -> str:
     """What generates, why, and where."""
     kind, why = choose_engine(config, vllm_installed=is_vllm_installed())
-    name = "vLLM" if kind == "vllm" else "transformers' continuous batching"
     where = "" if config.engine.devices is None else f" on GPUs {list(config.engine.devices)}"
-    return f"{name}{where} ({why}), {config.engine.dtype} arithmetic"
+    return f"{ENGINE_NAMES[kind]}{where} ({why}), {config.engine.dtype} arithmetic"
 
 
 def _threads(config: Config, cores: int | None) -> str:

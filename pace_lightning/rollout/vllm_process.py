@@ -193,8 +193,7 @@ def environment(scratch: str, cores: Sequence[int]) -> dict[str, str]:
         settings |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(len(cores)),
-            # one place of all: two copies of libgomp are loaded, and the second one would find only
-            # the core to which the first one has bound this thread
+            # one place of all: with one for each of two cores, libgomp said that it found only one
             "OMP_PLACES": f"{{{','.join(str(core) for core in cores)}}}",
             "OMP_PROC_BIND": "true",
         }

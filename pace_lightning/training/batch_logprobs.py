@@ -28,7 +28,8 @@ PLAIN_SCORES = 2**19
 """Scores of a head, rows x tokens^2, up to which attention on a CPU is plain matrix products.
 
 PyTorch's fused kernel saves the memory of the scores, but its backward pass is slow on short rows:
-on two cores a step of the quickstart takes 3.8 to 4.2 s with products, 5.1 to 8.1 s with it.
+on two cores, a pass forward and back of 64 rows of 69 tokens, prompts shared, took 3.8 and 4.2 s by
+products, 5.1 and 8.1 s by it (SmolLM2-135M).
 """
 
 

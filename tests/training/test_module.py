@@ -117,7 +117,8 @@ def test_the_trainers_log_probs_are_at_the_temperature_of_the_rollouts():
     assert recorder.metrics[0]["ratio/lag0_log_abs_max"] < 1e-5
 
 
-def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient():
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(monkeypatch):
+    monkeypatch.setattr(batch_logprobs_file, "PLAIN_SCORES", 0)  # one attention kernel for both
     gradients, forwards = [], []
     for checkpointing in (False, True):
         policy = make_policy()
@@ -130,7 +131,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient():
         recorder, _ = fit(module, batches)
         gradients += recorder.gradients
         forwards.append(len(calls))
-    assert relative_difference(gradients[1], gradients[0]) < 5e-6  # by another attention kernel
+    assert relative_difference(gradients[1], gradients[0]) < 1e-6
     assert forwards == [1, 2]
 
 
