@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from module_cases import gradients_of, make_groups, own_logprobs
 
+from pace_lightning.__main__ import _leave
 from pace_lightning.build_objective import policy_module
 from pace_lightning.build_trainer import build_trainer, ranks_of
 from pace_lightning.config_checks import check
@@ -178,3 +179,4 @@ def main(out, steps, *settings):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    _leave(0)
