@@ -55,6 +55,7 @@ from pace_lightning.tasks.scoring import ErrorBudget, ScorerPool
 from pace_lightning.training.admission_monitor import AdmissionMonitor
 from pace_lightning.training.bookends import Bookends
 from pace_lightning.training.datamodule import RolloutDataModule
+from pace_lightning.training.freed_memory import keep_freed_memory
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.monitors import LearningMonitor, PoolMonitor, StalenessMonitor
 from pace_lightning.training.policy import copy_for_engine
@@ -105,6 +106,7 @@ def build(
         config, len(os.sched_getaffinity(0))
     )
     torch.set_num_threads(trainer_threads)
+    keep_freed_memory()
     ranks = ranks_of(config)
     tokenizer, policy = load_model(config, all_threads, emit)
     train_rows, eval_rows = prompts_of(config, tokenizer, emit)

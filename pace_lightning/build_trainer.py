@@ -27,6 +27,7 @@ from pace_lightning.training.checkpoint_files import RunCheckpointIO
 from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.follower import FollowerDataModule
+from pace_lightning.training.freed_memory import keep_freed_memory
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.on_policy_check import OnPolicyCheck, max_lag0_gap
 from pace_lightning.training.policy import load_policy, load_tokenizer
@@ -61,6 +62,7 @@ def build_follower(config: Config, run_dir: Path) -> Follower:
     torch.manual_seed(config.seed)
     threads, _, all_threads = thread_layout(config, len(os.sched_getaffinity(0)))
     torch.set_num_threads(threads)
+    keep_freed_memory()
     ranks = ranks_of(config)
     _, policy = load_model(config, all_threads, lambda _: None)
     callbacks = [
