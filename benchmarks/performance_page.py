@@ -25,7 +25,15 @@ MISSING = "Not measured yet."
 
 def page() -> str:
     """The page as text."""
-    sections = (header(), module_step(), shared_prompts(), memory(), profile(), trl())
+    sections = (
+        header(),
+        module_step(),
+        shared_prompts(),
+        memory(),
+        publication(),
+        profile(),
+        trl(),
+    )
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -101,6 +109,42 @@ def memory() -> Iterator[str]:
     yield (
         f"Ratio of the medians: **{found['full_to_chunked']:.1f}**. {found['rows']} rows of "
         f"{found['tokens']} tokens. Measured {found['measured_at']}."
+    )
+
+
+def publication() -> Iterator[str]:
+    """What ranks hold while weights are gathered."""
+    yield "## Peak memory of a publication"
+    yield ""
+    yield (
+        "`python benchmarks/publication_memory.py`. Ranks of ZeRO-3 gather the weights bucket by "
+        "bucket: bytes of parameters that are\nwhole at once, which a device has to hold beside "
+        "its part, and growth of the resident sets. Rank 0 copies all to host memory."
+    )
+    yield ""
+    if (found := result("publication_memory")) is None:
+        yield MISSING
+        return
+    ranks = range(found["ranks"])
+    yield (
+        "| bucket, MiB | whole at once, MiB | share of all weights | "
+        + " | ".join(f"rank {rank} grew by, MiB" for rank in ranks)
+        + " |"
+    )
+    yield "|---" * (3 + len(ranks)) + "|"
+    for row in found["rows"]:
+        yield (
+            f"| {row['bucket'] / 2**20:.0f} | {row['whole'] / 2**20:.0f} | "
+            f"{row['whole'] / found['all_bytes']:.0%} | "
+            + " | ".join(f"{size / 2**20:.0f}" for size in row["grew"])
+            + " |"
+        )
+    yield ""
+    yield (
+        f"{found['ranks']} ranks of {found['own_bytes'] / 2**20:.0f} MiB each, all weights "
+        f"{found['all_bytes'] / 2**20:.0f} MiB in {found['dtype']}, the largest parameter "
+        f"{found['largest_bytes'] / 2**20:.0f} MiB; on CPU over gloo. "
+        f"Measured {found['measured_at']}."
     )
 
 

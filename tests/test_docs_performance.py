@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import against_trl  # noqa: E402
 import performance_page  # noqa: E402
 
+MIB = 2**20
 PATH = [
     {"steps": 0, "seconds": 0.0, "cpu_seconds": 0.0, "pass_rate": 0.2},
     {"steps": 4, "seconds": 100.0, "cpu_seconds": 150.0, "pass_rate": 0.6},
@@ -59,7 +60,7 @@ def test_the_table_compares_with_trl_and_says_who_did_not_get_there():
 
 def test_every_section_of_the_page_is_made_from_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(performance_page, "FOLDER", tmp_path)
-    assert performance_page.page().count(performance_page.MISSING) == 5
+    assert performance_page.page().count(performance_page.MISSING) == 6
     common = {"load_average": 0.1, "threads": 2, "measured_at": "2026-01-01 00:00"}
     step = common | {
         "groups": 8,
@@ -76,7 +77,11 @@ def test_every_section_of_the_page_is_made_from_its_file(tmp_path, monkeypatch):
     peak |= {"chunk_tokens": 1024, "rows": 8, "tokens": 512}
     parts = common | {"seconds": {"forward": 1.0, "backward": 3.0}, "responses": 64}
     parts |= {"micro_batches": 4, "shared_prompts": True}
+    rows = [{"bucket": 64 * MIB, "whole": 60 * MIB, "grew": [300 * MIB, 70 * MIB]}]
+    gathered = common | {"ranks": 2, "dtype": "float32", "rows": rows, "own_bytes": 120 * MIB}
+    gathered |= {"all_bytes": 240 * MIB, "largest_bytes": 50 * MIB}
     for name, content in (
+        ("publication_memory", gathered),
         ("trainer_step", step),
         ("logprob_memory", peak),
         ("step_profile", parts),
@@ -88,4 +93,5 @@ def test_every_section_of_the_page_is_made_from_its_file(tmp_path, monkeypatch):
     assert "| bare | 2.00, 2.00 | 500 |" in text
     assert "| each prompt once | 1.00, 1.00 | 1000 |" in text
     assert "Ratio of the medians: **4.0**" in text
+    assert "| 64 | 60 | 25% | 300 | 70 |" in text
     assert text.index("| backward | 3000.0 | 75.0% |") < text.index("| forward | 1000.0 | 25.0% |")
