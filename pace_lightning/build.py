@@ -272,6 +272,7 @@ def _admission(config: Config) -> AdmissionPolicy:
         return MaxLag(config.admission.max_lag)
     if config.admission.policy == "pace":
         return _pace(config)
+    assert config.admission.policy == "all", config.admission.policy
     return AdmitAll()
 
 

@@ -111,15 +111,31 @@ def engine_devices(
 ) -> tuple[int, ...]:
     """GPUs of the engine: those named, else all but the trainer's, which has the first ones.
 
+    A single GPU is shared.
+
     >>> engine_devices(None, 8), engine_devices(None, 1), engine_devices(None, 0)
     ((1, 2, 3, 4, 5, 6, 7), (0,), ())
+
+    Raises:
+        ConfigError: if those named do not exist, or the trainer has them.
     """
     if wanted is None:
+        if num_gpus and num_trainers >= max(num_gpus, 2):
+            raise ConfigError(
+                f"trainer.devices is {num_trainers}, and this machine has {num_gpus} GPUs: none is "
+                "left for vLLM; give the trainer fewer"
+            )
         return tuple(range(num_trainers, num_gpus)) or tuple(range(num_gpus))
     if missing := [device for device in wanted if device >= num_gpus]:
         raise ConfigError(
             f"engine.devices is {list(wanted)}, but GPUs {missing} do not exist: this machine has "
             f"{num_gpus}"
+        )
+    taken = sorted(set(wanted) & set(range(num_trainers)))
+    if taken and (num_trainers, tuple(wanted)) != (1, (0,)):
+        raise ConfigError(
+            f"engine.devices is {list(wanted)}, but the trainer's ranks are on GPUs 0 to "
+            f"{num_trainers - 1} (trainer.devices {num_trainers}); name others"
         )
     return tuple(wanted)
 

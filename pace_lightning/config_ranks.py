@@ -55,6 +55,13 @@ def launched_by_others(environment: Mapping[str, str]) -> bool:
     return "LOCAL_RANK" in environment or in_slurm
 
 
+def launched_ranks(environment: Mapping[str, str]) -> int | None:
+    """How many ranks whoever started this process says that there are; None: it does not say."""
+    name = "WORLD_SIZE" if "LOCAL_RANK" in environment else "SLURM_STEP_NUM_TASKS"
+    number = environment.get(name)
+    return None if number is None else int(number)
+
+
 def rank_problems(config: Config) -> Iterator[str]:
     """What cannot work, as sentences."""
     trainer, loss = config.trainer, config.loss
