@@ -34,14 +34,19 @@ def is_sharded(config: Config) -> bool:
 def message_timeout(config: Config) -> float:
     """Seconds that the other ranks wait for the next message of rank 0.
 
-    Between two messages rank 0 waits for a draw, an evaluation or a publication, which may include
-    a start or restart of the engine; each has its own deadline, and ends with a message.
+    Between two messages rank 0 waits for a draw, an evaluation or a publication, and for a start or
+    restarts of the engine in it; each has its own deadline, and ends with a message.
     """
     engine = config.engine
-    return SLACK_SECONDS + max(
-        config.trainer.draw_timeout_seconds,
-        config.eval.timeout_seconds,
-        engine.startup_timeout_seconds + engine.publish_timeout_seconds,
+    revival = engine.startup_timeout_seconds + engine.publish_timeout_seconds
+    return (
+        SLACK_SECONDS
+        + max(
+            config.trainer.draw_timeout_seconds,
+            config.eval.timeout_seconds,
+            engine.startup_timeout_seconds + engine.publish_timeout_seconds,
+        )
+        + engine.max_restarts * revival
     )
 
 

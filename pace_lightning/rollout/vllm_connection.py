@@ -113,7 +113,7 @@ class Connection:
         Raises:
             EngineError: if it does not answer, or not as it should.
         """
-        task = asyncio.ensure_future(work)
+        task, llm = asyncio.ensure_future(work), self.llm
         deadline = time.monotonic() + self._answer_timeout_seconds
         try:
             while not task.done():
@@ -125,6 +125,8 @@ class Connection:
                     )
                 await asyncio.wait([task], timeout=min(left, _HEALTH_CHECK_SECONDS))
                 self._check_process()  # a dead one never answers
+                if self.llm is not llm:
+                    raise EngineError(f"vLLM was closed meanwhile: {what}")
             return task.result()
         except Exception as error:
             raise self.failure(error, what, alive=EngineError) from error

@@ -9,14 +9,38 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from pace_lightning.core.batch import TrainBatch
 from pace_lightning.training.timing import TimeLedger
 
 SPARE_BYTES = 64 * 2**20
 """Beside the tensors: for the rest of a checkpoint, and for the other files of a run."""
+
+
+class StepCheckpoints(ModelCheckpoint):
+    """Lightning's checkpoints, of complete draws only.
+
+    After a resume Lightning does not know what it saved before, and would save the resumed version
+    again after the first micro-batch of the next draw. That is a checkpoint from which each later
+    step would begin in the middle of a draw.
+    """
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: TrainBatch,
+        batch_idx: int,
+    ) -> None:
+        """After the last micro-batch of a draw."""
+        if batch.is_last:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 class CheckpointError(OSError):
