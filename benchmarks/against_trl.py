@@ -288,12 +288,12 @@ def trl_python() -> Path:
 # --- what was measured ----------------------------------------------------------------------------
 
 
-def lines(results: Path, steps: int) -> list[dict[str, Any]]:
-    """The runs of so many steps in the file."""
+def lines(results: Path, steps: int, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The runs of so many steps in the file, with these settings on top."""
     if not results.exists():
         return []
     found = [json.loads(line) for line in results.read_text().splitlines()]
-    return [line for line in found if line["steps"] == steps]
+    return [x for x in found if (x["steps"], x["overrides"]) == (steps, list(overrides))]
 
 
 def reached(points: Sequence[Mapping[str, float]], target: float, of: str) -> float | None:
@@ -383,9 +383,8 @@ def main() -> None:
         # seed by seed, so that a run that is stopped early has all systems
         for seed in options.seeds:
             for system in options.systems:
-                done = {
-                    (line["system"], line["seed"]) for line in lines(options.results, options.steps)
-                }
+                before = lines(options.results, options.steps, options.overrides)
+                done = {(line["system"], line["seed"]) for line in before}
                 if (system, seed) in done:
                     print(f"{system}, seed {seed}: measured before", flush=True)
                     continue
@@ -393,7 +392,7 @@ def main() -> None:
                 measure(
                     system, seed, options.steps, options.every, options.overrides, options.results
                 )
-    print("\n".join(report(lines(options.results, options.steps))))
+    print("\n".join(report(lines(options.results, options.steps, options.overrides))))
 
 
 if __name__ == "__main__":

@@ -152,16 +152,33 @@ def profile() -> Iterator[str]:
     """Where a step's time goes."""
     yield "## Where the time of a step goes"
     yield ""
-    yield "`python benchmarks/step_profile.py`: the module's step with timers around its parts."
+    yield (
+        "`python benchmarks/step_profile.py`: the module's step with timers around its parts, "
+        "medians of the rounds."
+    )
     yield ""
     if (found := result("step_profile")) is None:
         yield MISSING
         return
-    total = sum(found["seconds"].values())
-    yield "| part | ms | share |"
-    yield "|---|---|---|"
-    for part, seconds in sorted(found["seconds"].items(), key=lambda item: -item[1]):
-        yield f"| {part} | {1000 * seconds:.1f} | {seconds / total:.1%} |"
+    kept, returned = found["seconds"]["kept"], found["seconds"]["returned"]
+    total = sum(kept.values())
+    yield "| part | ms | share | ms, freed memory returned to the system |"
+    yield "|---|---|---|---|"
+    parts = sorted(kept, key=lambda part: -kept[part])
+    for part in parts:
+        share = kept[part] / total
+        yield f"| {part} | {1000 * kept[part]:.1f} | {share:.1%} | {1000 * returned[part]:.1f} |"
+    yield ""
+    rounds = {
+        way: ", ".join(f"{x:.2f}" for x in found["step_seconds"][way])
+        for way in ("kept", "returned")
+    }
+    yield (
+        f"The largest parts are {parts[0]} and {parts[1]}, the model's own arithmetic. Page faults "
+        "were the largest cost that was ours:\nwith the allocator's usual settings a step took "
+        f"{rounds['returned']} s in the rounds, with memory that stays with the process\n"
+        f"(`training/freed_memory.py`) {rounds['kept']} s."
+    )
     yield ""
     yield (
         f"{found['responses']} responses in {found['micro_batches']} micro-batches, prompts "

@@ -1,17 +1,23 @@
 """Where the time of an optimizer step goes, from the groups of a draw to the logged metrics.
 
-    python benchmarks/step_profile.py [--model MODEL] [--steps 5] [--plain] [--results FILE]
+    python benchmarks/step_profile.py [--model MODEL] [--rounds 3] [--steps 4] [--results FILE]
 
 The real module under Lightning's Trainer, with timers around its parts and two loggers. Batches as
-in `trainer_step.py`. Prints the parts in seconds and as shares; the first step is left out.
+in `trainer_step.py`; the first step is left out. In each round once as a run has it, `kept`, and
+once with an allocator that returns freed memory to the system, `returned`, each in a process of its
+own: see `pace_lightning/training/freed_memory.py`.
 """
 # ruff: noqa: T201 - it talks to the user
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -26,11 +32,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pace_lightning.core.batch import TrainBatch
 from pace_lightning.training import module as module_file
+from pace_lightning.training.freed_memory import keep_freed_memory
 from pace_lightning.training.monitors import log_metrics
 from pace_lightning.training.policy import load_policy
 from pace_lightning.training.run_files import RunFiles
 
 RESULTS = Path(__file__).parents[1] / "docs/results/performance/step_profile.json"
+WAYS = ("returned", "kept")
 PARTS = (
     "batch building",
     "forward",
@@ -101,10 +109,54 @@ class Steps(pl.Callback):
 def main() -> None:
     """Measure, print, write."""
     parser = trainer_step.arguments(__doc__)
+    parser.set_defaults(steps=4)
     parser.add_argument("--plain", action="store_true", help="prompts are not shared")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.way:
+        print(json.dumps(one(options)))
+        return
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS:
+            command = [sys.executable, __file__, "--way", way, *sys.argv[1:]]
+            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            found[way].append(json.loads(answer.splitlines()[-1]))
+            total = sum(found[way][-1].values())
+            print(f"round {number + 1}: {way:<9}{1000 * total:9.1f} ms per step", flush=True)
+    seconds = {
+        way: {part: round(statistics.median(x[part] for x in runs), 5) for part in PARTS}
+        for way, runs in found.items()
+    }
+    result = {
+        "model": options.model,
+        "shared_prompts": not options.plain,
+        "responses": options.groups * options.group_size,
+        "micro_batches": options.micro_batches,
+        "threads": len(os.sched_getaffinity(0)),
+        "seconds": seconds,
+        "step_seconds": {
+            way: [round(sum(x.values()), 3) for x in runs] for way, runs in found.items()
+        },
+        "load_average": os.getloadavg()[2],
+        "measured_at": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(result, indent=2) + "\n")
+    total = sum(seconds["kept"].values())
+    for part in sorted(PARTS, key=lambda part: -seconds["kept"][part]):
+        value = seconds["kept"][part]
+        print(f"{part:<16}{1000 * value:9.1f} ms {value / total:7.1%}")
+    print(f"medians of a step as a run has it; written to {options.results}")
+
+
+def one(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds by part of a step, in this process."""
     trainer_step.quiet()
+    if options.way == "kept":
+        keep_freed_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     watch = Stopwatch()
     model = load_policy(options.model, random_init=options.random_init)
@@ -122,22 +174,7 @@ def main() -> None:
         building(options, step)
     seconds = {part: watch.seconds[part] / options.steps for part in PARTS}
     total = steps.total / options.steps + seconds["batch building"]
-    seconds["other"] = total - sum(seconds.values())
-    for part in sorted(PARTS, key=lambda part: -seconds[part]):
-        print(f"{part:<16}{1000 * seconds[part]:9.1f} ms {seconds[part] / total:7.1%}")
-    print(f"{'step':<16}{1000 * total:9.1f} ms")
-    result = {
-        "model": options.model,
-        "shared_prompts": not options.plain,
-        "responses": options.groups * options.group_size,
-        "micro_batches": options.micro_batches,
-        "threads": torch.get_num_threads(),
-        "seconds": {part: round(seconds[part], 5) for part in PARTS},
-        "load_average": os.getloadavg()[2],
-        "measured_at": time.strftime("%Y-%m-%d %H:%M"),
-    }
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(result, indent=2) + "\n")
+    return seconds | {"other": total - sum(seconds.values())}
 
 
 def instrument(watch: Stopwatch, module: Any) -> None:

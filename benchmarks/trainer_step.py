@@ -1,6 +1,6 @@
 """Trained tokens per second of the module's step, of the bare computation, and of shared prompts.
 
-    python benchmarks/trainer_step.py [--model MODEL] [--rounds 5] [--steps 3] [--results FILE]
+    python benchmarks/trainer_step.py [--model MODEL] [--rounds 4] [--steps 2] [--results FILE]
 
 In each round the same draws are trained on by each arm in turn, on copies of one model, with the
 same partition into micro-batches and bfloat16 arithmetic on float32 weights:
@@ -34,6 +34,7 @@ from pace_lightning.core.heads import HEADS
 from pace_lightning.core.objective import Objective
 from pace_lightning.core.trajectory import Prompt, Trajectory, TrajectoryGroup
 from pace_lightning.training.batch_logprobs import attention_kernels
+from pace_lightning.training.freed_memory import keep_freed_memory
 from pace_lightning.training.module import PolicyModule
 from pace_lightning.training.policy import load_policy
 
@@ -46,10 +47,11 @@ RATE = 1e-6
 def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     quiet()
+    keep_freed_memory()  # as a run does; for all arms
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     models = {arm: load_policy(options.model, random_init=options.random_init) for arm in ARMS}
@@ -99,8 +101,8 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=45)
     parser.add_argument("--response-tokens", type=int, default=16, help="in the mean; 8 to 24")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
     return parser
 
 

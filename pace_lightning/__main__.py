@@ -101,9 +101,17 @@ def _run(options: argparse.Namespace) -> int:
 def _ranks_to_launch(config: Config) -> int:
     """How many ranks this process has to start; 0: none, it is the run itself, or a rank of it."""
     from pace_lightning.config import ConfigError
-    from pace_lightning.config_ranks import launched_by_others, num_ranks
+    from pace_lightning.config_ranks import launched_by_others, launched_ranks, num_ranks
 
-    if num_ranks(config) == 1 or launched_by_others(os.environ):
+    if launched_by_others(os.environ):
+        if launched_ranks(os.environ) not in (None, num_ranks(config)):
+            raise ConfigError(
+                f"{launched_ranks(os.environ)} processes were started for {num_ranks(config)} "
+                f"ranks: trainer.devices is {config.trainer.devices} on each of "
+                f"trainer.num_nodes {config.trainer.num_nodes}; make both agree"
+            )
+        return 0
+    if num_ranks(config) == 1:
         return 0
     if config.trainer.num_nodes > 1:
         raise ConfigError(

@@ -115,6 +115,7 @@ def build(
         config.reward.function,
         num_workers=config.reward.num_workers,
         timeout_seconds=config.reward.timeout_seconds,
+        startup_timeout_seconds=config.reward.startup_timeout_seconds,
         paths=list(config.reward.paths),
         environment=list(config.reward.environment),
         memory_gib=config.reward.memory_gib,
@@ -272,6 +273,7 @@ def _admission(config: Config) -> AdmissionPolicy:
         return MaxLag(config.admission.max_lag)
     if config.admission.policy == "pace":
         return _pace(config)
+    assert config.admission.policy == "all", config.admission.policy
     return AdmitAll()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -23,7 +22,7 @@ from pace_lightning.config_load import to_yaml
 from pace_lightning.config_ranks import DEEPSPEED, chosen_strategy, message_timeout, num_ranks
 from pace_lightning.core.trajectory import PolicyVersion
 from pace_lightning.training.bookends import Bookends
-from pace_lightning.training.checkpoint_files import RunCheckpointIO
+from pace_lightning.training.checkpoint_files import RunCheckpointIO, StepCheckpoints
 from pace_lightning.training.core_sharing import CoreSharing
 from pace_lightning.training.datamodule import RolloutDataModule
 from pace_lightning.training.follower import FollowerDataModule
@@ -226,7 +225,7 @@ def _checkpoints(config: Config, run_dir: Path) -> list[pl.Callback]:
     if not config.trainer.checkpoint_every_steps:
         return []
     return [
-        ModelCheckpoint(
+        StepCheckpoints(
             dirpath=run_dir / "checkpoints",
             filename="version-{step:06d}",
             auto_insert_metric_name=False,
@@ -234,6 +233,8 @@ def _checkpoints(config: Config, run_dir: Path) -> list[pl.Callback]:
             monitor="step",
             mode="max",
             save_top_k=config.trainer.keep_checkpoints,
+            # never put off until a validation, which may come when the run's books are closed
+            save_on_train_epoch_end=True,
         )
     ]
 

@@ -55,7 +55,9 @@ def vllm_engine(
         ConfigError: if the machine has not what the configuration names.
     """
     num_gpus = torch.cuda.device_count()
-    devices = engine_devices(config.engine.devices, num_gpus, config.trainer.devices)
+    devices = engine_devices(
+        config.engine.devices, num_gpus, config.trainer.devices, heads_of(policy.config)
+    )
     engine = config.engine
     return VLLMEngine(
         policy,
@@ -90,13 +92,12 @@ def check_vllm(config: Config) -> str:
     """
     from transformers import AutoConfig
 
+    model = AutoConfig.from_pretrained(local_model(config.model.path))
     devices = engine_devices(
-        config.engine.devices, torch.cuda.device_count(), config.trainer.devices
+        config.engine.devices, torch.cuda.device_count(), config.trainer.devices, heads_of(model)
     )
     way = transfer(config.engine.transfer, devices)
-    version = check_installation(
-        AutoConfig.from_pretrained(local_model(config.model.path)), on_cpu=not devices
-    )
+    version = check_installation(model, on_cpu=not devices)
     where = f"GPUs {list(devices)}" if devices else "CPU"
     return f"vLLM {version} on {where}, weights by {way}"
 
@@ -106,20 +107,62 @@ def engine_cores(cores: Sequence[int], num_threads: int) -> tuple[int, ...]:
     return tuple(cores[-num_threads:])
 
 
-def engine_devices(
-    wanted: Sequence[int] | None, num_gpus: int, num_trainers: int = 1
-) -> tuple[int, ...]:
-    """GPUs of the engine: those named, else all but the trainer's, which has the first ones.
+def heads_of(model: Any) -> tuple[int, int]:
+    """Attention heads of a model's configuration: of queries, and of keys."""
+    heads = int(model.num_attention_heads)
+    return heads, int(getattr(model, "num_key_value_heads", None) or heads)
 
-    >>> engine_devices(None, 8), engine_devices(None, 1), engine_devices(None, 0)
-    ((1, 2, 3, 4, 5, 6, 7), (0,), ())
+
+def engine_devices(
+    wanted: Sequence[int] | None,
+    num_gpus: int,
+    num_trainers: int = 1,
+    heads: tuple[int, int] = (1, 1),
+) -> tuple[int, ...]:
+    """GPUs of the engine: those named, else as many as can share the heads of those left over.
+
+    The trainer has the first ones; a single GPU is shared.
+
+    Args:
+        wanted: by number; None: choose.
+        num_gpus: of the machine.
+        num_trainers: ranks of the trainer on it.
+        heads: see `heads_of`; vLLM divides both among its GPUs, or keeps heads of keys repeatedly.
+
+    >>> engine_devices(None, 8, 1, (32, 8)), engine_devices(None, 1), engine_devices(None, 0)
+    ((1, 2, 3, 4), (0,), ())
+
+    Raises:
+        ConfigError: if those named do not exist, the trainer has them, or heads cannot be divided.
     """
+
+    def fits(number: int) -> bool:
+        queries, keys = heads
+        return queries % number == 0 and (keys % number == 0 or number % keys == 0)
+
     if wanted is None:
-        return tuple(range(num_trainers, num_gpus)) or tuple(range(num_gpus))
+        if num_gpus and num_trainers >= max(num_gpus, 2):
+            raise ConfigError(
+                f"trainer.devices is {num_trainers}, and this machine has {num_gpus} GPUs: none is "
+                "left for vLLM; give the trainer fewer"
+            )
+        left = tuple(range(num_trainers, num_gpus)) or tuple(range(num_gpus))
+        return left[: max((n for n in range(1, len(left) + 1) if fits(n)), default=0)]
     if missing := [device for device in wanted if device >= num_gpus]:
         raise ConfigError(
             f"engine.devices is {list(wanted)}, but GPUs {missing} do not exist: this machine has "
             f"{num_gpus}"
+        )
+    taken = sorted(set(wanted) & set(range(num_trainers)))
+    if taken and (num_trainers, tuple(wanted)) != (1, (0,)):
+        raise ConfigError(
+            f"engine.devices is {list(wanted)}, but the trainer's ranks are on GPUs 0 to "
+            f"{num_trainers - 1} (trainer.devices {num_trainers}); name others"
+        )
+    if wanted and not fits(len(wanted)):
+        raise ConfigError(
+            f"engine.devices names {len(wanted)} GPUs, among which vLLM cannot divide {heads[0]} "
+            f"attention heads and {heads[1]} of keys; name another number of them"
         )
     return tuple(wanted)
 

@@ -166,6 +166,8 @@ class RewardConfig:
     """Processes that score groups at the same time."""
     timeout_seconds: float = 20.0
     """For one group, from the moment its scoring starts; its CPU time may not be more, either."""
+    startup_timeout_seconds: float = 60.0
+    """For the import of the function's module in a scoring process."""
     max_error_share: float = 0.1
     """Share of recent groups whose scoring may raise or time out before the run stops."""
     overlong_penalty_tokens: int = 0

@@ -109,6 +109,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pace.reserve_groups": (lambda x: x >= 0, "at least 0"),
     "pace.smoothing": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "reward.memory_gib": (lambda x: x > 0, "above 0"),
+    "reward.startup_timeout_seconds": (lambda x: x > 0, "above 0"),
     "reward.max_error_share": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "reward.overlong_penalty_factor": (lambda x: x >= 0, "at least 0"),
     "reward.overlong_penalty_tokens": (lambda x: x >= 0, "at least 0"),
@@ -186,6 +187,11 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"rollout.group_size is 1, but loss.advantage {config.loss.advantage} compares the "
             "responses of a group: every advantage would be 0; use at least 2"
+        )
+    elif rollout.group_size == 1 and rollout.dynamic_sampling:
+        yield (
+            "rollout.group_size is 1, and rollout.dynamic_sampling drops groups whose scores are "
+            "all equal, as those of one response are; set rollout.dynamic_sampling: false"
         )
     if config.optim.warmup_steps > trainer.steps:
         yield (

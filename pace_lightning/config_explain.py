@@ -110,6 +110,7 @@ def longest_deadline(config: Config) -> tuple[str, float]:
     deadlines = {
         "engine.publish_timeout_seconds": config.engine.publish_timeout_seconds,
         "engine.startup_timeout_seconds": config.engine.startup_timeout_seconds,
+        "reward.startup_timeout_seconds": config.reward.startup_timeout_seconds,
         "reward.timeout_seconds": config.reward.timeout_seconds,
         "rollout.timeout_seconds": config.rollout.timeout_seconds,
         "trainer.draw_timeout_seconds": config.trainer.draw_timeout_seconds,

@@ -34,7 +34,7 @@ class TrainerMemory:
     casts: float
     """Copies that autocast makes in bfloat16 and keeps for the backward pass.
 
-    Of sharded weights: the block that is gathered.
+    Of sharded weights, beside them, what is gathered.
     """
     gradients: float
     optimizer: float
@@ -81,8 +81,9 @@ def trainer_memory(
         shape: of the model.
         strategy: ``auto``, ``ddp``, ``fsdp`` or ``deepspeed_stage_1``, ``_2``, ``_3``.
         ranks: GPUs of the trainer.
-        mixed: arithmetic in bfloat16. DDP keeps float32 weights and casts them; DeepSpeed keeps
-            bfloat16 weights and gradients and a float32 copy with its optimizer states.
+        mixed: arithmetic in bfloat16. DDP and FSDP keep float32 weights and cast them; DeepSpeed
+            keeps bfloat16 weights and a float32 copy with its optimizer states, and adds up
+            gradients in float32 from stage 2 on.
         tokens: positions of the largest micro-batch of one rank, padding included.
         logit_tokens: of them, those whose logits are held at once.
         gradient_checkpointing: keep the input of each block only.
@@ -97,16 +98,22 @@ def trainer_memory(
     whole = shape.parameters + shape.adapter_parameters(lora_rank)
     trained = shape.adapter_parameters(lora_rank) if lora_rank else shape.parameters
     held = BFLOAT16 if stage and mixed else FLOAT32
+    accumulated = FLOAT32 if stage >= 2 else held
     master = FLOAT32 if stage else 0
     shards_all = stage == 3 or strategy == "fsdp"
     in_host = {"none": 0, "optimizer": 1, "parameters": 2}[offload]
     weights = held * whole / (ranks if shards_all else 1)
     optimizer = (ADAM_BYTES + master) * trained / (ranks if stage or shards_all else 1)
-    casts = 0.0
-    if shards_all:  # one block at a time is gathered
-        casts = (BFLOAT16 if mixed else FLOAT32) * shape.layer_parameters
-    elif mixed and not stage:  # an untied embedding is looked up as it is
-        casts = BFLOAT16 * (whole - (0 if shape.tied else shape.vocabulary * shape.hidden))
+    embedding = shape.vocabulary * shape.hidden
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    casts, reduced = 0.0, 0.0
+    if mixed and not stage:  # an untied embedding is looked up as it is
+        casts = BFLOAT16 * (whole - (0 if shape.tied else embedding))
+    if strategy == "fsdp":  # what lies outside the blocks all the time, and one block
+        casts += FLOAT32 * (outside + shape.layer_parameters)
+        reduced = FLOAT32 * outside
+    elif stage == 3:
+        casts = held * max(shape.layer_parameters, embedding)
     kept = activation_bytes(shape, mixed=mixed)
     per_token = shape.layers * kept
     if gradient_checkpointing:
@@ -114,7 +121,7 @@ def trainer_memory(
     return TrainerMemory(
         weights=0.0 if in_host == 2 else weights,
         casts=casts,
-        gradients=held * trained / (ranks if stage >= 2 or shards_all else 1),
+        gradients=reduced + accumulated * trained / (ranks if stage >= 2 or shards_all else 1),
         optimizer=0.0 if in_host else optimizer,
         reference=FLOAT32 * shape.parameters if reference else 0.0,
         activations=tokens * per_token,

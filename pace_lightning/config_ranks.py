@@ -34,14 +34,19 @@ def is_sharded(config: Config) -> bool:
 def message_timeout(config: Config) -> float:
     """Seconds that the other ranks wait for the next message of rank 0.
 
-    Between two messages rank 0 waits for a draw, an evaluation or a publication, which may include
-    a start or restart of the engine; each has its own deadline, and ends with a message.
+    Between two messages rank 0 waits for a draw, an evaluation or a publication, and for a start or
+    restarts of the engine in it; each has its own deadline, and ends with a message.
     """
     engine = config.engine
-    return SLACK_SECONDS + max(
-        config.trainer.draw_timeout_seconds,
-        config.eval.timeout_seconds,
-        engine.startup_timeout_seconds + engine.publish_timeout_seconds,
+    revival = engine.startup_timeout_seconds + engine.publish_timeout_seconds
+    return (
+        SLACK_SECONDS
+        + max(
+            config.trainer.draw_timeout_seconds,
+            config.eval.timeout_seconds,
+            engine.startup_timeout_seconds + engine.publish_timeout_seconds,
+        )
+        + engine.max_restarts * revival
     )
 
 
@@ -53,6 +58,13 @@ def launched_by_others(environment: Mapping[str, str]) -> bool:
         and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
     )
     return "LOCAL_RANK" in environment or in_slurm
+
+
+def launched_ranks(environment: Mapping[str, str]) -> int | None:
+    """How many ranks whoever started this process says that there are; None: it does not say."""
+    name = "WORLD_SIZE" if "LOCAL_RANK" in environment else "SLURM_STEP_NUM_TASKS"
+    number = environment.get(name)
+    return None if number is None else int(number)
 
 
 def rank_problems(config: Config) -> Iterator[str]:

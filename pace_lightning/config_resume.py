@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "model.logprob_chunk_tokens": "memory of the trainer",
     "reward.num_workers": "scoring processes",
     "reward.timeout_seconds": "a deadline",
+    "reward.startup_timeout_seconds": "a deadline",
     "reward.memory_gib": "of one scoring process",
     "reward.max_error_share": "when the run gives up",
     "reward.paths": "where the function lies on this machine",

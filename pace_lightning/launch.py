@@ -57,7 +57,8 @@ def launch(
     """
     command = command or [sys.executable, *sys.orig_argv[1:]]
     environment = {
-        **os.environ,
+        # of a job with one task; Lightning would ask SLURM which of its ranks each of ours is
+        **{name: value for name, value in os.environ.items() if name != "SLURM_NTASKS"},
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "NODE_RANK": "0",

@@ -134,9 +134,9 @@ def _newest_checkpoint(run_dir: Path, emit: Emit) -> tuple[Path, PolicyVersion, 
             "start a new run instead"
         )
     for version, _, path in sorted(files, reverse=True):
-        if path.is_dir():  # it got its name when it was complete
-            return path, version, (path / CONFIG).read_text()
         try:
+            if path.is_dir():  # it got its name when it was complete
+                return path, version, (path / CONFIG).read_text()
             state = read_checkpoint(path)
             return path, state["global_step"], state["config"]
         except Exception as error:
@@ -221,12 +221,12 @@ def _fit(
         after = experiment.datamodule.evaluations.get(experiment.trainer.global_step)
         return 0
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         failure = error
-        if experiment is not None and not interrupted:
+        if experiment is not None:
             experiment.ranks.report_failure(error)
-            # an error here may be but the echo of one there
+            # an error here, or the launcher's signal, may be but the echo of one there
             failure = experiment.ranks.failure_elsewhere() or error
+        interrupted = isinstance(failure, KeyboardInterrupt | SystemExit)
         summary |= {"status": "interrupted" if interrupted else "failed", "error": repr(failure)}
         _unmask_interrupt(error)
         if failure is not error:

@@ -171,6 +171,9 @@ def main(out, steps, *settings):
     module = policy_module(config, initial_policy(), ranks)
     recorder = Recorder(ranks)
     trainer = build_trainer(config, Path(out).parent, [recorder], TimeLedger(), ranks)
+    if (zero := getattr(trainer.strategy, "config", {}).get("zero_optimization")) is not None:
+        # the model is so small that ZeRO-3 would never let go of a parameter
+        zero["stage3_param_persistence_threshold"] = 0
     resumed = os.environ.get("RESUME_FROM")
     trainer.fit(module, datamodule=FixedDraws(ranks, config), ckpt_path=resumed, weights_only=True)
     if ranks.rank == 0:

@@ -159,3 +159,9 @@ def test_the_guard_notices(place, source, message):
 )
 def test_the_guard_lets_pass_what_is_allowed(place, source):
     assert violations(source, place) == []
+
+
+def test_the_map_of_the_repository_names_every_module():
+    described = (ROOT / "ARCHITECTURE.md").read_text()
+    names = {file.name for file in FILES} - {"__init__.py"}
+    assert sorted(name for name in names if name not in described) == []

@@ -331,6 +331,10 @@ def test_any_override_gives_a_configuration_or_a_refusal(folder, override):
         (["mode=sync", "rollout.max_outstanding_groups=7"], "a step needs 8 groups, but at most 7"),
         (["rollout.group_size=1"], "rollout.group_size is 1, but loss.advantage grpo compares"),
         (["rollout.group_size=1", "loss.advantage=rloo"], "loss.advantage rloo compares"),
+        (
+            ["rollout.group_size=1", "loss.advantage=reinforce_plus_plus"],
+            "set rollout.dynamic_sampling: false",
+        ),
         (["trainer.micro_batches=65"], "only 8 groups x 8 = 64 responses"),
         (
             ["loss.objective=grpo", "loss.clip_high=0.28"],

@@ -17,6 +17,7 @@ SMOKE = Path(__file__).parents[1] / "conf" / "smoke.yaml"
 DEADLINES = (
     "engine.publish_timeout_seconds",
     "engine.startup_timeout_seconds",
+    "reward.startup_timeout_seconds",
     "reward.timeout_seconds",
     "rollout.timeout_seconds",
     "trainer.draw_timeout_seconds",

@@ -26,6 +26,7 @@ def run(system, factor, seed=0, points=PATH):
         "system": system,
         "seed": seed,
         "steps": against_trl.STEPS,
+        "overrides": [],
         "points": scaled,
         "load_average": 0.5,
     }
@@ -75,7 +76,9 @@ def test_every_section_of_the_page_is_made_from_its_file(tmp_path, monkeypatch):
     }
     peak = common | {"gib": {"full": [4.0], "chunked": [1.0]}, "full_to_chunked": 4.0}
     peak |= {"chunk_tokens": 1024, "rows": 8, "tokens": 512}
-    parts = common | {"seconds": {"forward": 1.0, "backward": 3.0}, "responses": 64}
+    kept, returned = {"forward": 1.0, "backward": 3.0}, {"forward": 1.5, "backward": 4.0}
+    parts = common | {"seconds": {"kept": kept, "returned": returned}, "responses": 64}
+    parts |= {"step_seconds": {"kept": [4.0], "returned": [5.5]}}
     parts |= {"micro_batches": 4, "shared_prompts": True}
     rows = [{"bucket": 64 * MIB, "whole": 60 * MIB, "grew": [300 * MIB, 70 * MIB]}]
     gathered = common | {"ranks": 2, "dtype": "float32", "rows": rows, "own_bytes": 120 * MIB}
@@ -94,4 +97,7 @@ def test_every_section_of_the_page_is_made_from_its_file(tmp_path, monkeypatch):
     assert "| each prompt once | 1.00, 1.00 | 1000 |" in text
     assert "Ratio of the medians: **4.0**" in text
     assert "| 64 | 60 | 25% | 300 | 70 |" in text
-    assert text.index("| backward | 3000.0 | 75.0% |") < text.index("| forward | 1000.0 | 25.0% |")
+    backward = text.index("| backward | 3000.0 | 75.0% | 4000.0 |")
+    forward = text.index("| forward | 1000.0 | 25.0% | 1500.0 |")
+    assert backward < forward
+    assert "took 5.50 s in the rounds" in text

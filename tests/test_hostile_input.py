@@ -69,6 +69,7 @@ def test_a_checkpoint_with_code_is_not_run_and_the_one_before_it_is_used(tmp_pat
     torch.save(whole, folder / "version-1.ckpt")
     torch.save({**whole, "callbacks": Bomb(trap)}, folder / "version-2.ckpt")
     (folder / "version-3.ckpt").write_bytes(pickle.dumps(Bomb(trap)))
+    (folder / "version-4.ckpt").mkdir()  # as of several ranks, but emptied
     said = []
     assert _newest_checkpoint(tmp_path / "run", said.append) == (
         folder / "version-1.ckpt",
@@ -76,11 +77,12 @@ def test_a_checkpoint_with_code_is_not_run_and_the_one_before_it_is_used(tmp_pat
         "name: x",
     )
     assert [line.split(" cannot be read")[0] for line in said] == [
+        str(folder / "version-4.ckpt"),
         str(folder / "version-3.ckpt"),
         str(folder / "version-2.ckpt"),
     ]
     (folder / "version-1.ckpt").unlink()
-    with pytest.raises(ConfigError, match="none of the 2 checkpoints"):
+    with pytest.raises(ConfigError, match="none of the 3 checkpoints"):
         _newest_checkpoint(tmp_path / "run", said.append)
 
 

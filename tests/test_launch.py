@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from experiments import ROOT, until
+from experiments import ROOT, SMOKE, until
 
-from pace_lightning.config_ranks import launched_by_others
+from pace_lightning.__main__ import main
+from pace_lightning.config_load import load, to_yaml
+from pace_lightning.config_ranks import launched_by_others, launched_ranks
 from pace_lightning.launch import LAUNCHER, launch
 
 pytestmark = pytest.mark.slow
@@ -124,6 +126,54 @@ def _runs(pid: int) -> bool:
 )
 def test_processes_of_other_launchers_are_ranks(environment: dict[str, str], is_rank: bool) -> None:
     assert launched_by_others(environment) is is_rank
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({}, None),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 4),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # in a batch script, before srun
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, 2),
+    ],
+)
+def test_launchers_say_how_many_ranks_there_are(
+    environment: dict[str, str], number: int | None
+) -> None:
+    assert launched_ranks(environment) == number
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_ranks_that_were_started_for_a_configuration_of_fewer_are_refused(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    arguments = [command, SMOKE, f"run_dir={tmp_path / 'run'}"]
+    if command == "resume":
+        (tmp_path / "config.yaml").write_text(to_yaml(load(SMOKE, [])))
+        monkeypatch.setattr("pace_lightning.run.resumed_config", lambda *_: load(SMOKE, []))
+        arguments = [command, str(tmp_path)]
+    assert main(arguments) == 2
+    assert "2 processes were started for 1 ranks: trainer.devices is 1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_do_not_ask_slurm_who_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    script = """
+import os, pathlib, sys
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str("SLURM_NTASKS" in os.environ))
+"""
+    assert launch(2, print, command=scripted(script, tmp_path)) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["False", "False"]
 
 
 def test_this_process_has_no_launcher() -> None:

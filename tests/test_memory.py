@@ -108,13 +108,14 @@ def test_the_small_shape_has_348_parameters():
         ("auto", False, 4 * 348, 0, 4 * 348, 8 * 348),
         ("auto", True, 4 * 348, 2 * 348, 4 * 348, 8 * 348),
         ("ddp", True, 4 * 348, 2 * 348, 4 * 348, 8 * 348),
-        # ZeRO: 2 + 2 + 12 bytes, from 12 on divided among 4 ranks
+        # ZeRO: 2 + 2 + 12 bytes, from 12 on divided among 4 ranks; 4 of gradients if divided
         ("deepspeed_stage_1", True, 2 * 348, 0, 2 * 348, 3 * 348),
-        ("deepspeed_stage_2", True, 2 * 348, 0, 2 * 348 / 4, 3 * 348),
-        ("deepspeed_stage_3", True, 2 * 348 / 4, 2 * 152, 2 * 348 / 4, 3 * 348),
+        ("deepspeed_stage_2", True, 2 * 348, 0, 348, 3 * 348),
+        ("deepspeed_stage_3", True, 2 * 348 / 4, 2 * 152, 348, 3 * 348),
         ("deepspeed_stage_2", False, 4 * 348, 0, 348, 3 * 348),
-        ("fsdp", True, 348, 2 * 152, 348, 2 * 348),
-        ("fsdp", False, 348, 4 * 152, 348, 2 * 348),
+        # FSDP: embedding and last norm, 44, stay gathered beside a block, with their gradients
+        ("fsdp", True, 348, 2 * 348 + 4 * (44 + 152), 348 + 4 * 44, 2 * 348),
+        ("fsdp", False, 348, 4 * (44 + 152), 348 + 4 * 44, 2 * 348),
     ],
 )
 def test_what_a_strategy_divides_among_four_ranks(

@@ -265,7 +265,7 @@ def _facts(comparison: Comparison, outcomes: Outcomes) -> list[tuple[str, str]]:
     begun = sorted(record["started"] for record in records)
     facts = [
         ("command", f"python -m pace_lightning compare {comparison.file}"),
-        ("runs", f"{done} of {len(outcomes)}, one at a time, seeds {show(list(comparison.seeds))}"),
+        ("runs", f"{done} of {len(outcomes)}, seeds {show(list(comparison.seeds))}"),
         ("time", f"{seconds:,.0f} s for all runs together"),
     ]
     if begun:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, TypeVar
@@ -31,10 +31,16 @@ class LoopThread:
     A subclass defines ``_live``, which sets ``_ready``, and sets ``_ending`` before it cleans up;
     ``_on_error``, which is told of the error that ended the thread before the clean-up; and
     ``describe`` for messages.
+
+    Args:
+        name: of the thread, for messages.
+        excuse: whether something is going on that has a deadline of its own, so that the time for
+            which it does does not count; any thread asks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, excuse: Callable[[], bool] = lambda: False) -> None:
         self._name = name
+        self._excuse = excuse
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -99,19 +105,24 @@ class LoopThread:
         """Run a coroutine in the loop, from another thread, and wait for it.
 
         Raises:
-            RolloutTimeoutError: if it took longer than ``timeout_seconds``.
+            RolloutTimeoutError: if it took longer than ``timeout_seconds``, what is excused not
+                counted.
             BaseException: whatever it raised, or the error that ended the thread.
         """
         if self._error is not None or not self.is_alive or self._loop is None:
             coroutine.close()
             raise self._error or RuntimeError(f"the {self._name} thread is not running")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        deadline = time.monotonic() + timeout_seconds
+        now = time.monotonic()
+        deadline = now + timeout_seconds
         remaining = timeout_seconds
         while not wait_for_futures([future], timeout=min(_LOOK_SECONDS, max(0.0, remaining))).done:
             if not self.is_alive:
                 raise self._error or RuntimeError(f"the {self._name} thread ended")
-            remaining = deadline - time.monotonic()
+            before, now = now, time.monotonic()
+            if self._excuse():
+                deadline += now - before
+            remaining = deadline - now
             if remaining < 0:
                 future.cancel()
                 raise RolloutTimeoutError(

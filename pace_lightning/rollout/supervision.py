@@ -191,8 +191,21 @@ class Supervisor:
         """Like `RolloutEngine.paused`; a dead engine is restarted first."""
         stack = AsyncExitStack()
         await self._survive(lambda: stack.enter_async_context(self._engine.paused()))
-        async with stack:
-            yield
+        done = False
+        try:
+            async with stack:
+                yield
+                done = True
+        except EngineError as error:
+            wrong = isinstance(error, WrongWeightsError)
+            if not done or wrong or not self._patience.max_restarts:
+                raise
+            # whoever needs it next restarts it
+            log.warning("the engine died at the end of a pause: %s", error)
+
+    def is_restarting(self) -> bool:
+        """Whether the engine is being started again, under deadlines of its own. Any thread."""
+        return self._reviving is not None and not self._reviving.done()
 
     async def publish(
         self, weights: Mapping[str, Tensor], version: PolicyVersion, *, rescore: bool
@@ -219,7 +232,7 @@ class Supervisor:
     async def _survive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do something with the engine; if it dies, restart it and do it again."""
         while True:
-            if self._reviving is not None and not self._reviving.done():
+            if self._reviving is not None and self.is_restarting():
                 await asyncio.shield(self._reviving)  # it may run already, with other weights
             life = self._life
             try:
@@ -227,7 +240,7 @@ class Supervisor:
             except EngineError as error:
                 if not self._patience.max_restarts or isinstance(error, WrongWeightsError):
                     raise
-                if life == self._life and (self._reviving is None or self._reviving.done()):
+                if life == self._life and not self.is_restarting():
                     self._reviving = asyncio.create_task(self._restart(error))
                 if self._reviving is not None:
                     # shielded: the deadline of whoever noticed must not interrupt a restart
@@ -254,6 +267,8 @@ class Supervisor:
                 await self._engine.start(self._clock)
                 if self._kept is not None:
                     await publish(self._engine, *self._kept, rescore=False)
+            except WrongWeightsError:
+                raise
             except EngineError as again:
                 error = again
             else:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pace_lightning.rollout.engine import EngineError, RequestError, life_seed
 from pace_lightning.rollout.vllm_process import EngineProcess, Launch, environment, make_front
 from pace_lightning.rollout.vllm_requests import score
-from pace_lightning.rollout.vllm_weights import ServingDirectory
+from pace_lightning.rollout.vllm_weights import ServingDirectory, served_model
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Connection:
     """A running vLLM, from `start` to `close`.
 
     Args:
-        model: the trainer's causal LM: names, shapes and architecture are read from it.
+        model: the trainer's causal LM, whole and without adapters.
         launch: how vLLM is to run.
         startup_timeout_seconds: for `start`.
         answer_timeout_seconds: for one answer of the engine process.
@@ -48,9 +48,7 @@ class Connection:
         """A `WeightSender`, if weights do not go through the directory."""
         self.fatal: EngineError | None = None
         """Why the engine must not be used any more."""
-        self._model = model
-        # as it is now: adapters that are added to it are merged before its weights get here
-        self._parameters = dict(model.named_parameters())
+        self._served = served_model(model)
         self._launch = launch
         self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds
@@ -68,10 +66,10 @@ class Connection:
         launch = replace(self._launch, seed=life_seed(self._launch.seed, restarts=self._num_starts))
         self._num_starts += 1
         self.fatal, self.sender, self._frozen = None, None, False
-        self.serving = ServingDirectory(self._model, self._parameters, launch.dtype)
+        self.serving = ServingDirectory(self._served, launch.dtype)
         path = str(self.serving.path)
         self._process = EngineProcess(
-            functools.partial(make_front, path, self._model.config, launch),
+            functools.partial(make_front, path, self._served.model.config, launch),
             environment(path, () if launch.devices else launch.cores),
         )
         if launch.transfer == "file":
@@ -115,7 +113,7 @@ class Connection:
         Raises:
             EngineError: if it does not answer, or not as it should.
         """
-        task = asyncio.ensure_future(work)
+        task, llm = asyncio.ensure_future(work), self.llm
         deadline = time.monotonic() + self._answer_timeout_seconds
         try:
             while not task.done():
@@ -127,6 +125,8 @@ class Connection:
                     )
                 await asyncio.wait([task], timeout=min(left, _HEALTH_CHECK_SECONDS))
                 self._check_process()  # a dead one never answers
+                if self.llm is not llm:
+                    raise EngineError(f"vLLM was closed meanwhile: {what}")
             return task.result()
         except Exception as error:
             raise self.failure(error, what, alive=EngineError) from error

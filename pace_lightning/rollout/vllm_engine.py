@@ -62,11 +62,10 @@ class VLLMEngine:
     """Drives an `AsyncLLM`.
 
     Args:
-        model: the trainer's causal LM: names, shapes and architecture are read from it.
+        model: the trainer's causal LM, whole and without adapters.
         launch: how vLLM is to run.
         reference: log-probs of the tokens but the first of a sequence, by the trainer, under the
-            weights that are being published, which it is given too; called from a thread, while the
-            trainer waits.
+            weights that are being published, which it is given too; called from a thread.
         stop_token_ids: tokens that end a response.
         recompute_cache: what to do with running sequences when weights change; see the header.
         startup_timeout_seconds: for `start`.
@@ -273,6 +272,7 @@ class VLLMEngine:
         """See `RolloutEngine.load_weights`."""
         if self._probe.expected is None:
             await self.prepare_weights(weights)
+        self._probe.recall(version)
         if self._recompute_cache:
             requests = list(self._requests)
             await self._withdraw(requests)

@@ -43,11 +43,20 @@ class Probe:
         self.expected: list[float] | None = None
         """By the trainer, of the publication that is still to be verified."""
         self._dtype = dtype
+        self._verified: dict[PolicyVersion, list[float]] = {}
         self._before: tuple[list[float], list[float], object] | None = None
 
     def forget(self) -> None:
         """Start again, with an engine that never had weights."""
         self.expected = self._before = None
+
+    def recall(self, version: PolicyVersion) -> None:
+        """Weights come that an engine before this one had: expect of them what held there.
+
+        The trainer may have gone on meanwhile, and score the probe under later weights.
+        """
+        if self._before is None and version in self._verified:
+            self.expected = self._verified[version]
 
     def check(
         self, scores: Sequence[float], version: PolicyVersion | None, checksums: object = None
@@ -81,6 +90,9 @@ class Probe:
                     f"a probe is unchanged, while the trainer's log-probs moved by {moved:.3g} nats"
                 )
         self._before = (expected, list(scores), checksums)
+        if version is not None:
+            last = list(self._verified.items())[-1:]
+            self._verified = dict(last) | {version: expected}
 
 
 def mean_gap(first: Sequence[float], second: Sequence[float]) -> float:

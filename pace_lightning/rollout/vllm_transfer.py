@@ -14,6 +14,7 @@ import socket
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pace_lightning.rollout.engine import EngineError
@@ -50,7 +51,7 @@ class WeightSender:
         """Send all weights; the engine has them afterwards.
 
         Args:
-            tensors: by the names of a checkpoint, always the same ones, on the trainer's GPU.
+            tensors: by the names of a checkpoint, always the same ones, on any device.
 
         Raises:
             EngineError: if the transfer failed or took too long.
@@ -68,7 +69,8 @@ class WeightSender:
 
     def _send(self, tensors: Mapping[str, Tensor]) -> None:
         if self._source is None:
-            self._source = mapping_source()
+            # the trainer's GPU is the first one that it sees, as for its communicator
+            self._source = mapping_source(torch.device("cuda", torch.cuda.current_device()))
         self._source.tensors = tensors
         try:
             if self._trainer is None:
@@ -102,8 +104,11 @@ def initial_info(backend: str, num_workers: int) -> Any:
     )
 
 
-def mapping_source() -> Any:
-    """A `WeightSource` of the tensors in its attribute ``tensors``."""
+def mapping_source(device: torch.device) -> Any:
+    """A `WeightSource` of the tensors in its attribute ``tensors``, each moved when it is its turn.
+
+    Weights that were gathered from ranks, or kept for an engine's restart, are in host memory.
+    """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class MappingSource(WeightSource):  # type: ignore[misc, unused-ignore]
@@ -113,7 +118,7 @@ def mapping_source() -> Any:
             return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return iter(self.tensors.items())
+            return ((name, tensor.to(device)) for name, tensor in self.tensors.items())
 
     source = MappingSource()
     source.tensors = {}

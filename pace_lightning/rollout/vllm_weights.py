@@ -13,10 +13,12 @@ found then, before the first token, and not when training has slowly moved away 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +30,86 @@ from pace_lightning.rollout.engine import EngineError
 FILE = "model.safetensors"
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What an engine has to know of the trainer's model, looked up while each rank has all of it.
+
+    A strategy that partitions the model empties its parameters or puts others in their place, and
+    FSDP changes its class; adapters change the names. An engine is started, and started again,
+    after all that.
+    """
+
+    model: Any
+    architecture: str
+    parameters: Mapping[str, Tensor]
+    """Names and shapes that every publication must have; the tensors are without memory."""
+    scales: Mapping[str, float]
+    """Root mean square of each parameter."""
+    tied: Mapping[str, str]
+    """See `tied_parameters`."""
+
+
+def served_model(model: Any) -> ServedModel:
+    """Look at a causal LM as it is now."""
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return ServedModel(
+        model=model,
+        architecture=type(model).__name__,
+        parameters={
+            name: torch.empty_like(tensor, device="meta") for name, tensor in named.items()
+        },
+        scales={
+            name: float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+            / math.sqrt(tensor.numel())
+            for name, tensor in named.items()
+        },
+        tied=tied_parameters(model),
+    )
+
+
 class ServingDirectory:
     """A directory in shared memory that vLLM loads a model from.
 
     Args:
-        model: the trainer's causal LM.
-        parameters: names, shapes and sizes that every publication has.
+        served: the trainer's causal LM.
         dtype: to serve in.
     """
 
-    def __init__(self, model: Any, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, served: ServedModel, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._model = model
-        self._tied = tied_parameters(model)
-        self.parameters = parameters
+        self.parameters = served.parameters
         """Names and shapes that every publication must have."""
-        num_bytes = sum(tensor.numel() for tensor in self.parameters.values()) * dtype.itemsize
-        num_bytes += sum(self.parameters[name].numel() for name in self._tied.values()) * (
-            dtype.itemsize
-        )
-        self.path = Path(tempfile.mkdtemp(prefix="pace-lightning-", dir=_roomy(2 * num_bytes)))
-        config = json.loads(model.config.to_json_string(use_diff=False))
-        config["architectures"] = [type(model).__name__]
-        if self._tied:
+        self._served = served
+        num_elements = sum(tensor.numel() for tensor in self.parameters.values())
+        num_elements += sum(self.parameters[name].numel() for name in served.tied.values())
+        room = 2 * num_elements * dtype.itemsize
+        self.path = Path(tempfile.mkdtemp(prefix="pace-lightning-", dir=_roomy(room)))
+        config = json.loads(served.model.config.to_json_string(use_diff=False))
+        config["architectures"] = [served.architecture]
+        if served.tied:
             config["tie_word_embeddings"] = False
         (self.path / "config.json").write_text(json.dumps(config))
 
-    def checkpoint(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def checkpoint(
+        self, weights: Mapping[str, Tensor], device: str | None = None
+    ) -> dict[str, Tensor]:
         """The tensors to serve, by the names that a checkpoint of this architecture has.
 
         Args:
             weights: by the names of the model's parameters.
+            device: where to; None: where they are.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
         with torch.no_grad():
-            tensors = {name: weight.detach().to(self.dtype) for name, weight in weights.items()}
-            for name, source in self._tied.items():
+            tensors = {
+                name: weight.detach().to(device=device, dtype=self.dtype)
+                for name, weight in weights.items()
+            }
+            for name, source in self._served.tied.items():
                 tensors[name] = tensors[source].clone()
             # some architectures hold tensors fused that their checkpoints, and vLLM, have apart
-            reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+            reverted: dict[str, Tensor] = revert_weight_conversion(self._served.model, tensors)
         return reverted
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
@@ -75,7 +117,7 @@ class ServingDirectory:
         from safetensors.torch import save_file
 
         scratch = self.path / f"{FILE}.part"
-        tensors = {name: t.contiguous().cpu() for name, t in self.checkpoint(weights).items()}
+        tensors = {name: t.contiguous() for name, t in self.checkpoint(weights, "cpu").items()}
         try:
             save_file(tensors, scratch, metadata={"format": "pt"})
             os.replace(scratch, self.path / FILE)
@@ -88,10 +130,10 @@ class ServingDirectory:
     def write_noise(self) -> None:
         """Put noise of each tensor's size where the first load finds it."""
         generator = torch.Generator().manual_seed(0)
-        noise = {}
-        for name, weight in self.parameters.items():
-            size = weight.detach().float().square().mean().sqrt().cpu()
-            noise[name] = torch.randn(weight.shape, generator=generator) * size
+        noise = {
+            name: torch.randn(weight.shape, generator=generator) * self._served.scales[name]
+            for name, weight in self.parameters.items()
+        }
         self.write(noise)
 
     def clear(self) -> None:

@@ -85,7 +85,7 @@ class RolloutWorker(LoopThread):
         max_empty_groups: int = 256,
         max_failed_groups: int = 16,
     ) -> None:
-        super().__init__("rollout")
+        super().__init__("rollout", excuse=lambda: self._supervisor.is_restarting())
         self.rollouts = Rollouts()
         """The groups in flight, and, given before `train`, what an earlier process had begun."""
         self._engine = engine

@@ -267,8 +267,8 @@ class ScorerPool:
         except DeadlinePassed:
             raise ScorerTimeout(
                 f"reward function {self._function!r} was not imported within "
-                f"{self._startup_timeout} s; make its module import faster, or raise the start-up "
-                "time-out"
+                f"{self._startup_timeout} s; make its module import faster, or raise "
+                "reward.startup_timeout_seconds"
             ) from None
         if "error" in greeting:
             raise ScorerError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -23,6 +24,9 @@ from pace_lightning.core.logprobs import (
     token_logprobs,
 )
 from pace_lightning.training.policy import ModelError
+
+LIGER = "0.8.5"
+"""The least version of liger-kernel; some before it scale gradients of single tokens wrongly."""
 
 PLAIN_SCORES = 2**19
 """Scores of a head, rows x tokens^2, up to which attention on a CPU is plain matrix products.
@@ -144,8 +148,19 @@ def check_gpu_ways(*, pack_rows: bool, fused: bool) -> None:
             f"model.{wanted[0]} is true, which needs an NVIDIA GPU, and there is none here; set "
             "it to false: rows are padded and the vocabulary computed in chunks, with equal results"
         )
-    if fused and importlib.util.find_spec("liger_kernel") is None:
-        raise ModelError(
-            "model.fused_logprobs is true, but package liger-kernel is not installed; `pip install "
-            "liger-kernel`, or set it to false: chunks of the vocabulary give equal results"
-        )
+    if fused:
+        found = _version("liger-kernel")
+        if found is None or Version(found) < Version(LIGER):
+            raise ModelError(
+                f"model.fused_logprobs is true and needs package liger-kernel {LIGER} or later, "
+                f"which is {'not installed' if found is None else f'here in version {found}'}; "
+                f"`pip install 'liger-kernel>={LIGER}'`, or set it to false: chunks of the "
+                "vocabulary give equal results"
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

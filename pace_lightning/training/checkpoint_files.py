@@ -9,14 +9,38 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from pace_lightning.core.batch import TrainBatch
 from pace_lightning.training.timing import TimeLedger
 
 SPARE_BYTES = 64 * 2**20
 """Beside the tensors: for the rest of a checkpoint, and for the other files of a run."""
+
+
+class StepCheckpoints(ModelCheckpoint):
+    """Lightning's checkpoints, of complete draws only.
+
+    After a resume Lightning does not know what it saved before, and would save the resumed version
+    again after the first micro-batch of the next draw. That is a checkpoint from which each later
+    step would begin in the middle of a draw.
+    """
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: TrainBatch,
+        batch_idx: int,
+    ) -> None:
+        """After the last micro-batch of a draw."""
+        if batch.is_last:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 class CheckpointError(OSError):
@@ -51,9 +75,9 @@ class RunCheckpointIO(TorchCheckpointIO):
             check_space(checkpoint, target)
             try:
                 super().save_checkpoint(checkpoint, scratch, storage_options)
-                _force_to_disk(scratch)
+                force_to_disk(scratch)
                 scratch.replace(target)
-                _force_to_disk(target.parent)  # its name, too
+                force_to_disk(target.parent)  # its name, too
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint {target} could not be written ({error}); those before it are whole"
@@ -68,10 +92,19 @@ def check_space(checkpoint: Mapping[str, Any], target: Path) -> None:
     Raises:
         CheckpointError: with what is needed and what is free.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     storages = [tensor.untyped_storage() for tensor in _tensors(checkpoint)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    needed, free = sum(sizes.values()) + SPARE_BYTES, shutil.disk_usage(target.parent).free
+    check_room(target, sum(sizes.values()))
+
+
+def check_room(target: Path, num_bytes: int) -> None:
+    """The same for a checkpoint of so many bytes.
+
+    Raises:
+        CheckpointError: with what is needed and what is free.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(
             f"checkpoint {target} needs {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are "
@@ -108,7 +141,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(inner)
 
 
-def _force_to_disk(path: Path) -> None:
+def force_to_disk(path: Path) -> None:
+    """A file's content, or a directory's names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -65,6 +65,7 @@ def gather_weights(
             if keep:
                 # a copy, also on CPU: what is gathered is freed with its bucket
                 weights[name] = whole.to("cpu", copy=True)
+            del whole  # before the next one is gathered
     return weights
 
 
@@ -102,8 +103,13 @@ def _whole(bucket: Sequence[Named]) -> Iterator[tuple[str, Tensor]]:
             yield from ((name, parameter.data) for name, parameter in bucket)
         return
     for name, parameter in bucket:
-        data: Any = parameter.data
-        yield name, data.full_tensor() if _is_dtensor(parameter) else data
+        yield name, _full(parameter)
+
+
+def _full(parameter: nn.Parameter) -> Tensor:
+    data: Any = parameter.data
+    whole: Tensor = data.full_tensor() if _is_dtensor(parameter) else data
+    return whole
 
 
 def _is_zero3(parameter: nn.Parameter) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from pace_lightning.core.batch import TrainBatch
 from pace_lightning.training.module import PolicyModule
 
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -63,17 +64,30 @@ class OnPolicyCheck(pl.Callback):
         self._temperature = temperature
         self._only_at_the_beginning = only_at_the_beginning
         self._looking = True
+        self._is_last = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """A micro-batch begins."""
+        self._is_last = batch.is_last
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
-        """All micro-batches of a draw have been computed.
+        """All micro-batches of a draw have been computed, if it was the last one.
+
+        DeepSpeed has Lightning call this after each.
 
         Raises:
             OnPolicyError: if the ratio is not 1 within tolerance.
         """
         assert isinstance(pl_module, PolicyModule)
-        if not self._looking or (self._only_at_the_beginning and trainer.global_step):
+        if (
+            not self._is_last
+            or not self._looking
+            or (self._only_at_the_beginning and trainer.global_step)
+        ):
             return
         gap = pl_module.lag0_gap
         if gap is None:

@@ -58,6 +58,7 @@ class Ranks:
         self.size = size
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: Any = None
+        self._told: BaseException | None = None  # by rank 0
 
     def share(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, where alone it is called; on every rank.
@@ -98,8 +99,13 @@ class Ranks:
         return values
 
     def report_failure(self, error: BaseException) -> None:
-        """Leave word for rank 0 why this rank ends; the first word stays. Never raises."""
+        """Leave word for rank 0 why this rank ends; the first word stays. Never raises.
+
+        Not of what rank 0 itself said, and not of a signal, which is what ends the other ranks.
+        """
         if self.size == 1 or not dist.is_initialized():
+            return
+        if error is self._told or isinstance(error, KeyboardInterrupt | SystemExit):
             return
         word = json.dumps([self.rank, f"{type(error).__name__}: {error}"[:2000]])
         try:
@@ -133,7 +139,8 @@ class Ranks:
             message: list[Any] = [None]
             dist.scatter_object_list(message, None, src=0, group=self._messages())
             if isinstance(message[0], _Failed):
-                raise pickle.loads(message[0].error)
+                self._told = pickle.loads(message[0].error)
+                raise self._told
             if not isinstance(message[0], _Again):
                 return message[0]
 

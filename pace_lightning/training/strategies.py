@@ -22,7 +22,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from pace_lightning.training.gather import WITH_WEIGHTS, is_partitioned
+from pace_lightning.training.checkpoint_files import check_room, force_to_disk
+from pace_lightning.training.gather import WITH_WEIGHTS, is_partitioned, num_elements
 
 T = TypeVar("T")
 
@@ -65,6 +66,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.config["gradient_clipping"] = max_grad_norm
         # the module's own optimizer, wherever its states are
         self.config["zero_force_ds_cpu_optimizer"] = False
+        if stage >= 2:
+            # many small micro-batches would vanish in a sum of bfloat16
+            self.config["data_types"] = {"grad_accum_dtype": "fp32"}
 
     @property
     def root_device(self) -> torch.device:
@@ -174,6 +178,7 @@ def _whole_or_absent(strategy: ParallelStrategy, filepath: Any, config: str) -> 
     """A directory into which all ranks write; it gets its name when it is complete."""
     target = Path(strategy.broadcast(str(filepath)))
     scratch = target.with_name(f".{target.name}.part")
+    check_room(target, _state_bytes(strategy))
     if strategy.is_global_zero:
         shutil.rmtree(scratch, ignore_errors=True)
     strategy.barrier()
@@ -181,6 +186,19 @@ def _whole_or_absent(strategy: ParallelStrategy, filepath: Any, config: str) -> 
     strategy.barrier()
     if strategy.is_global_zero:
         (scratch / CONFIG).write_text(config)
+        for path in [*scratch.rglob("*"), scratch]:
+            force_to_disk(path)
         shutil.rmtree(target, ignore_errors=True)
         scratch.replace(target)
+        force_to_disk(target.parent)
     strategy.barrier()
+
+
+def _state_bytes(strategy: ParallelStrategy) -> int:
+    """What all ranks together write: parameters as they are, AdamW's moments, float32 copies."""
+    assert strategy.lightning_module is not None
+    copies = 4 if isinstance(strategy, ZeroStrategy) else 0
+    parameters = strategy.lightning_module.parameters()
+    return sum(
+        num_elements(p) * (p.element_size() + (8 + copies) * p.requires_grad) for p in parameters
+    )

@@ -130,18 +130,25 @@ class Pacing(pl.Callback):
         self._min_step_seconds = min_step_seconds
         self._time_ledger = time_ledger
         self._begin = 0.0
+        self._is_last = True
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: TrainBatch, batch_idx: int
     ) -> None:
-        """The first micro-batch of a step begins."""
+        """A micro-batch begins, perhaps the first of a step."""
+        self._is_last = batch.is_last
         if batch.micro_batch_index == 0:
             self._begin = time.monotonic()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Wait for the rest of the time; the policy version is still the old one."""
+        """Wait for the rest of the time; the policy version is still the old one.
+
+        DeepSpeed has Lightning call this after each micro-batch.
+        """
+        if not self._is_last:
+            return
         rest = self._begin + self._min_step_seconds - time.monotonic()
         if rest > 0:
             with self._time_ledger.span("pacing"):

@@ -527,6 +527,46 @@ def test_a_checkpoint_saved_again_beside_a_torn_one_is_the_newer_of_the_two(
     assert list(recorder.uids) == [4, 5, 6, 7]
 
 
+def test_a_resumed_run_saves_complete_draws_only_however_often_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path / "run", *SCRIPTED)
+    with pytest.raises(Killed):
+        run(config, monkeypatch, recorder=Recorder(die_at=5))
+    saved = [path.name for path in checkpoints(tmp_path / "run")]
+    assert saved == ["version-000002.ckpt", "version-000004.ckpt"]
+    with pytest.raises(Killed):  # after the first step, and before there is something new to save
+        continue_run(config, monkeypatch, recorder=Recorder(die_at=5))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == saved
+    recorder = Recorder()
+    continue_run(config, monkeypatch, recorder=recorder)
+    assert list(recorder.uids) == [4, 5, 6, 7]
+    loops = read_checkpoint(checkpoints(tmp_path / "run")[-1])["loops"]
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["total"]["completed"] == 2 * STEPS, "two micro-batches for each step"
+
+
+def test_the_last_checkpoint_is_made_before_the_books_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(
+        tmp_path / "run",
+        *SCRIPTED,
+        "trainer.steps=5",
+        "trainer.checkpoint_every_steps=5",
+        "eval.every_steps=2",  # so that the last step is not one with an evaluation
+    )
+    run(config, monkeypatch)
+    (checkpoint,) = checkpoints(tmp_path / "run")
+    state = read_checkpoint(checkpoint)["RolloutDataModule"]
+    uids = {rollout["uid"] for rollout in state["rollouts"]}
+    assert uids <= {prompt["uid"] for prompt in state["prompts"]["outstanding"]}
+    recorder = Recorder()
+    script(monkeypatch, recorder)
+    assert resume(tmp_path / "run", lambda _: None, ["trainer.steps=7"]) == 0
+    assert list(recorder.uids) == [5, 6]
+
+
 def test_with_every_checkpoint_torn_it_is_an_error_and_not_a_fresh_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

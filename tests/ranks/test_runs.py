@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,6 +103,18 @@ def test_a_run_that_stops_half_way_is_resumed_by_as_many_ranks_and_loses_nothing
     assert exported_logprobs(run_dir).isfinite().all()
 
 
+def test_torchrun_starts_ranks_as_well(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("train", SMOKE, f"run_dir={run_dir}", *RUN, "trainer.devices=2")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "pace_lightning", *arguments, "trainer.micro_batches=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = read_summary(run_dir)
+    assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    assert summary["fates"]["trained"] == STEPS * GROUPS_PER_STEP
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -134,5 +148,6 @@ def test_a_failure_of_one_rank_ends_all_with_its_error(
     summary = read_summary(run_dir)
     assert summary["status"] == "failed"
     assert error in summary["error"]
+    assert ("rank 1 failed" in summary["error"]) is error.startswith("rank 1"), "who failed"
     assert "ended with code 1; the other ranks end too" in output
     assert output.count(error.rpartition(": ")[2]) >= 2, "both ranks say it"

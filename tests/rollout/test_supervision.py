@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from scripted import (
 
 from pace_lightning.core.dispatch import AheadBound, FixedSlots
 from pace_lightning.core.trajectory import Fate
-from pace_lightning.rollout.engine import EngineError, RequestError
+from pace_lightning.rollout.engine import EngineError, RequestError, WrongWeightsError
 from pace_lightning.rollout.supervision import EngineLostError, Incidents, Patience
 
 __all__ = ["make_rig"]  # a fixture
@@ -303,6 +304,48 @@ def test_a_publication_waits_for_a_restart(make_rig):
     rig.engine.start_gate.open()
     publishing()
     assert [version for version, _ in rig.engine.weights] == [1, 1, 2]
+
+
+def test_the_time_of_a_restart_does_not_count_for_a_publication(make_rig):
+    rig = mortal(make_rig, {1: dies()}, dispatch=FixedSlots(1))
+    rig.publish(1)
+    rig.engine.start_gate.shut()
+    rig.worker.train()
+    rig.engine.start_gate.await_reached()
+    limit, begin = 0.3, time.monotonic()
+    publishing = in_thread(lambda: rig.worker.publish(WEIGHTS, 2, timeout_seconds=limit))
+    rig.engine.until(lambda: time.monotonic() - begin > 3 * limit, "longer than its deadline")
+    rig.engine.start_gate.open()
+    publishing()
+    assert [version for version, _ in rig.engine.weights] == [1, 1, 2]
+
+
+def test_an_engine_that_dies_at_the_end_of_a_pause_is_restarted_by_whoever_needs_it(make_rig):
+    rig = mortal(make_rig, in_rounds=True, dispatch=AheadBound(eta=0, groups_per_step=2))
+    rig.publish(0)
+    pause, deaths = rig.engine.paused, [dies()]
+
+    @asynccontextmanager
+    async def paused():
+        async with pause():
+            yield
+        if deaths:
+            rig.engine.die(deaths[0])
+            raise deaths.pop()
+
+    rig.engine.paused = paused
+    rig.worker.train()
+    assert len(rig.step(2, 0)) == 2
+
+
+def test_wrong_weights_after_a_restart_end_the_run_at_once(make_rig):
+    rig = mortal(make_rig, {1: dies()}, dispatch=FixedSlots(1))
+    rig.publish(0)
+    rig.engine.load_error = WrongWeightsError("they did not arrive")
+    rig.worker.train()
+    with pytest.raises(WrongWeightsError, match="they did not arrive"):
+        rig.draw(1)
+    assert rig.engine.num_starts == 2, "not as often as an engine may be restarted"
 
 
 def test_nothing_is_asked_of_an_engine_that_runs_again_but_has_no_weights_yet(make_rig):

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from pace_lightning.build_vllm import engine_devices
+from pace_lightning.config import ConfigError
 from pace_lightning.rollout.vllm_process import Launch, engine_arguments, environment
 
 MODEL = SimpleNamespace(
@@ -30,3 +33,23 @@ def test_on_a_cpu_the_engine_process_computes_on_its_own_cores():
     assert settings["OMP_NUM_THREADS"] == "2"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "OMP_PLACES" not in environment("scratch", ())
+
+
+def test_trainer_and_engine_share_no_gpu_but_a_single_one():
+    assert engine_devices([2, 3], 4, 2, (4, 2)) == (2, 3)
+    assert engine_devices([0], 1, 1) == engine_devices(None, 1, 1) == (0,)
+    assert engine_devices([0], 2, 1) == (0,)
+    assert engine_devices(None, 0, 2) == ()
+    assert engine_devices(None, 8, 1, (32, 8)) == (1, 2, 3, 4), "7 cannot divide 32 heads"
+    assert engine_devices(None, 9, 1, (32, 4)) == tuple(range(1, 9)), "heads of keys twice"
+    assert engine_devices(None, 8, 1, (9, 3)) == (1, 2, 3)
+    with pytest.raises(ConfigError, match="names 3 GPUs, among which vLLM cannot divide 32"):
+        engine_devices([1, 2, 3], 4, 1, (32, 8))
+    for wanted, num_gpus, trainers, problem in (
+        ([2, 3], 4, 4, r"ranks are on GPUs 0 to 3 \(trainer.devices 4\)"),
+        ([0, 1], 2, 1, "ranks are on GPUs 0 to 0"),
+        (None, 4, 4, "none is left for vLLM"),
+        ([4], 4, 1, r"GPUs \[4\] do not exist"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            engine_devices(wanted, num_gpus, trainers, (4, 4))

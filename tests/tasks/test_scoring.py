@@ -242,7 +242,7 @@ def test_a_module_that_never_finishes_importing_or_exits_is_refused(start, monke
     (tmp_path / "endless.py").write_text("while True: pass")
     (tmp_path / "exits.py").write_text("import os; os._exit(0)")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    with pytest.raises(ScorerTimeout, match=r"not imported within 0\.5 s"):
+    with pytest.raises(ScorerTimeout, match=r"not imported within 0\.5 s.*reward\.startup_timeout"):
         start("endless:x", startup_timeout_seconds=0.5)
     with pytest.raises(ScorerError, match="died while importing"):
         start("exits:x")

@@ -14,7 +14,7 @@ from module_cases import (
 from module_cases import own_logprobs as logprobs_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pace_lightning.rollout.vllm_weights import ServingDirectory
+from pace_lightning.rollout.vllm_weights import ServingDirectory, served_model
 from pace_lightning.rollout.weights import LazyWeights, compare_manifest, copy_weights
 from pace_lightning.training import batch_logprobs
 from pace_lightning.training.lora import (
@@ -185,11 +185,11 @@ def test_merging_makes_each_tensor_once_per_copy_and_none_to_compare_names_and_s
 
 def test_what_vllm_loads_has_the_names_of_the_model_without_adapters():
     policy = make_policy()
-    parameters = dict(policy.named_parameters())  # kept from before
-    plain = ServingDirectory(policy, parameters, torch.float32)
+    served = served_model(policy)
+    plain = ServingDirectory(served, torch.float32)
     expected = plain.checkpoint(merged_weights(policy))
     adapt(policy)
-    adapted = ServingDirectory(policy, parameters, torch.float32)
+    adapted = ServingDirectory(served, torch.float32)
     try:
         tensors = adapted.checkpoint(merged_weights(policy))
         compare_manifest(adapted.parameters, merged_weights(policy))

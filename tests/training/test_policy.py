@@ -18,6 +18,7 @@ from pace_lightning.core.logprobs import (
 )
 from pace_lightning.rollout.engine import Sampling
 from pace_lightning.rollout.local_engine import LocalEngine
+from pace_lightning.training import batch_logprobs
 from pace_lightning.training.batch_logprobs import check_gpu_ways
 from pace_lightning.training.policy import (
     ModelError,
@@ -346,9 +347,12 @@ def test_ways_that_need_a_gpu_or_a_package_are_refused_with_what_to_do(monkeypat
     with pytest.raises(ModelError, match=r"model.fused_logprobs is true, which needs"):
         check_gpu_ways(pack_rows=False, fused=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install liger-kernel"):
-        check_gpu_ways(pack_rows=False, fused=True)
+    for version, problem in ((None, "not installed"), ("0.8.4", "here in version 0.8.4")):
+        monkeypatch.setattr(batch_logprobs, "_version", lambda _, version=version: version)
+        with pytest.raises(ModelError, match=f"{problem}; `pip install 'liger-kernel>=0.8.5'`"):
+            check_gpu_ways(pack_rows=False, fused=True)
+    monkeypatch.setattr(batch_logprobs, "_version", lambda _: "0.10.0")
+    check_gpu_ways(pack_rows=False, fused=True)
 
 
 # --- where models and tokenizers come from --------------------------------------------------------
