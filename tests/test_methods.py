@@ -215,7 +215,11 @@ def test_the_comparisons_are_of_data_of_one_age(lag: int) -> None:
         # whole groups
         (
             "gmc_grpo",
-            ["rollout.group_size=1", "loss.advantage=reinforce_plus_plus"],
+            [
+                "rollout.group_size=1",
+                "rollout.dynamic_sampling=false",
+                "loss.advantage=reinforce_plus_plus",
+            ],
             "gmc_grpo shares one weight out over a whole group",
         ),
         ("vcpo", ["rollout.group_size=1"], "loss.advantage opob compares the responses of a group"),

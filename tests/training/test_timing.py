@@ -152,7 +152,7 @@ def test_a_span_that_raises_ends_and_the_outer_one_goes_on(clock):
 class Batch:
     """Nothing Lightning would look into; each is a step of its own."""
 
-    micro_batch_index = 0
+    micro_batch_index, is_last = 0, True
 
 
 class Module(pl.LightningModule):
