@@ -54,6 +54,7 @@ class TrainBatch:
         "num_micro_batches",
         "num_sequences_global",
         "num_tokens_global",
+        "peer_tokens",
         "prompt_lengths",
         "report",
         "rewards",
@@ -114,6 +115,8 @@ class TrainBatch:
         self.micro_batch_index = micro_batch_index
         self.num_micro_batches = num_micro_batches
         self.report = report
+        self.peer_tokens = 0
+        """Trained tokens of the largest micro-batch that ranks compute together with this one."""
         self.followers: tuple[TrainBatch, ...] = ()
         """On the first micro-batch the others of the share: for statistics of all of it."""
 

@@ -7,6 +7,7 @@ causal LM: ``base_model``, ``get_output_embeddings()``, and a key-value cache fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    peer_tokens: int = 0,
     statistic: Statistic = entropy,
     fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,9 @@ def token_logprobs(
         attention_mask: shape ``(N, T)``, 1 for real tokens.
         loss_mask: shape ``(N, T)``, True where the token is trained on; never True at position 0.
         temperature: of the sampling whose log-probs these are compared with.
-        chunk_tokens: tokens per chunk.
+        chunk_tokens: tokens per chunk, at most.
+        peer_tokens: tokens under the largest mask that ranks compute at the same time. They all
+            call the output head equally often then, as they must where each has a part of it.
         statistic: of the distributions that the tokens were drawn from.
         fused: computes the log-probs instead; the statistics then need a pass of their own over the
             vocabulary, without gradient.
@@ -76,7 +80,15 @@ def token_logprobs(
     predicting = loss_mask[:, 1:]
     selected = hidden[:, :-1][predicting]  # (M, H), row by row
     return _scatter(
-        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+        model,
+        selected,
+        input_ids,
+        loss_mask,
+        temperature,
+        chunk_tokens,
+        peer_tokens,
+        statistic,
+        fused,
     )
 
 
@@ -88,6 +100,7 @@ def packed_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    peer_tokens: int = 0,
     statistic: Statistic = entropy,
     fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -104,6 +117,7 @@ def packed_logprobs(
         loss_mask: as there.
         temperature: as there.
         chunk_tokens: as there.
+        peer_tokens: as there.
         statistic: as there.
         fused: as there.
 
@@ -119,7 +133,15 @@ def packed_logprobs(
     predicting = F.pad(loss_mask[:, 1:], (0, 1))
     selected = hidden[0, predicting[real]]  # (M, H), row by row
     return _scatter(
-        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+        model,
+        selected,
+        input_ids,
+        loss_mask,
+        temperature,
+        chunk_tokens,
+        peer_tokens,
+        statistic,
+        fused,
     )
 
 
@@ -132,6 +154,7 @@ def shared_prompt_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    peer_tokens: int = 0,
     statistic: Statistic = entropy,
     fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -151,6 +174,7 @@ def shared_prompt_logprobs(
         prompt_lengths: shape ``(N,)``, tokens of each row's prompt, at least 1.
         temperature: as there.
         chunk_tokens: as there.
+        peer_tokens: as there.
         statistic: as there.
         fused: as there.
 
@@ -163,15 +187,12 @@ def shared_prompt_logprobs(
     if bool((loss_mask & in_prompt).any()):
         raise ValueError("loss_mask covers prompt tokens")
     longest_prompt = int(prompt_lengths.max())
-    longest_response = int((attention_mask.sum(1) - prompt_lengths).max())
+    # at least 2, with padding: as many passes on each rank, whatever its responses are like
+    longest_response = max(2, int((attention_mask.sum(1) - prompt_lengths).max()))
     # -1 marks padding, so that a prompt never equals another one padded by the pad token
     prompts = input_ids.masked_fill(~in_prompt, -1)[:, :longest_prompt]
     prompts, of_row = torch.unique(prompts, dim=0, return_inverse=True)
     prompt_mask = (prompts >= 0).long()
-    if longest_response < 1:
-        return token_logprobs(
-            model, input_ids, attention_mask, loss_mask, chunk_tokens=chunk_tokens
-        )
     output = model.base_model(
         input_ids=prompts.clamp(min=0), attention_mask=prompt_mask, use_cache=True
     )
@@ -181,24 +202,31 @@ def shared_prompt_logprobs(
         longest_response, device=input_ids.device
     )
     gather = response_positions.clamp(max=width - 1)
-    if longest_response > 1:
-        feed = gather[:, :-1]
-        fed_mask = attention_mask.gather(1, feed) * (response_positions[:, :-1] < width)
-        cache = output.past_key_values
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[of_row], layer.values[of_row]
-        hidden = model.base_model(
-            input_ids=input_ids.gather(1, feed),
-            attention_mask=torch.cat([prompt_mask[of_row], fed_mask], dim=1),
-            position_ids=response_positions[:, :-1],
-            past_key_values=cache,
-            use_cache=True,
-        )[0]
-        predicting = torch.cat([predicting, hidden], dim=1)  # (N, R, H)
+    feed = gather[:, :-1]
+    fed_mask = attention_mask.gather(1, feed) * (response_positions[:, :-1] < width)
+    cache = output.past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[of_row], layer.values[of_row]
+    hidden = model.base_model(
+        input_ids=input_ids.gather(1, feed),
+        attention_mask=torch.cat([prompt_mask[of_row], fed_mask], dim=1),
+        position_ids=response_positions[:, :-1],
+        past_key_values=cache,
+        use_cache=True,
+    )[0]
+    predicting = torch.cat([predicting, hidden], dim=1)  # (N, R, H)
     trained = loss_mask.gather(1, gather) & (response_positions < width)
     selected = predicting[trained]
     return _scatter(
-        model, selected, input_ids, loss_mask, temperature, chunk_tokens, statistic, fused
+        model,
+        selected,
+        input_ids,
+        loss_mask,
+        temperature,
+        chunk_tokens,
+        peer_tokens,
+        statistic,
+        fused,
     )
 
 
@@ -214,6 +242,7 @@ def _scatter(
     loss_mask: Tensor,
     temperature: float,
     chunk_tokens: int,
+    peer_tokens: int,
     statistic: Statistic,
     fused: Fused | None,
 ) -> tuple[Tensor, Tensor]:
@@ -223,8 +252,13 @@ def _scatter(
     """
     targets = input_ids[loss_mask]  # (M,), row by row like the hidden states
     head = model.get_output_embeddings()
+    num_chunks = max(1, math.ceil(max(len(targets), peer_tokens) / chunk_tokens))
     chunks = list(
-        zip(torch.split(selected, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
+        zip(
+            torch.tensor_split(selected, num_chunks),
+            torch.tensor_split(targets, num_chunks),
+            strict=True,
+        )
     )
     if fused is not None and len(targets):
         with torch.no_grad():

@@ -75,6 +75,7 @@ def batch_logprobs(
             batch.loss_mask,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
+            peer_tokens=batch.peer_tokens,
             statistic=statistic,
             fused=fused,
         )

@@ -262,6 +262,8 @@ def deal(batches: Sequence[TrainBatch], num_ranks: int) -> list[list[TrainBatch]
         for index, batch in enumerate(hand):
             batch.micro_batch_index, batch.num_micro_batches = index, len(hand)
             batch.followers = tuple(hand[1:]) if index == 0 else ()
+            peers = batches[index * num_ranks : (index + 1) * num_ranks]
+            batch.peer_tokens = max(int(peer.loss_mask.sum()) for peer in peers)
     return hands
 
 

@@ -285,6 +285,42 @@ def test_a_micro_batch_without_responses_gives_zeros_with_zero_gradients():
     assert all(not gradient.any() for gradient in gradients(model, logprobs.sum()).values())
 
 
+def calls_of(model, compute):
+    """How often the layers and the output head are called, forward and back."""
+    counts = {"layers": 0, "head": 0}
+
+    def count(name):
+        def hook(*_):
+            counts[name] += 1
+
+        return hook
+
+    handles = [
+        model.model.layers[0].register_forward_pre_hook(count("layers")),
+        model.get_output_embeddings().register_forward_pre_hook(count("head")),
+    ]
+    compute()[0].sum().backward()
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [1, 1, 1], [3, 9, 4]])
+def test_ranks_that_share_a_model_call_its_parts_equally_often_whatever_their_rows_are(lengths):
+    model = make_model()
+    ids, attention, mask, prompt_lengths = make_groups([LONG, LONG, [5, 6]], lengths)
+    settings = {"chunk_tokens": 4, "peer_tokens": 16}
+    assert int(mask.sum()) <= 16
+    shared = calls_of(
+        model,
+        lambda: shared_prompt_logprobs(model, ids, attention, mask, prompt_lengths, **settings),
+    )
+    # prompts, then responses; 4 chunks, computed again in the backward pass
+    assert shared == {"layers": 2, "head": 8}
+    plain = calls_of(model, lambda: token_logprobs(model, ids, attention, mask, **settings))
+    assert plain == {"layers": 1, "head": 8}
+
+
 # --- packed rows, and kernels ---------------------------------------------------------------------
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from pace_lightning.core.admission import AdmitAll, MaxLag
+from pace_lightning.core.batch import collate
 from pace_lightning.core.pool import EndOfGroups, TrajectoryPool
 from pace_lightning.core.staleness import StalenessDecomposition
 from pace_lightning.core.trajectory import Fate, Prompt, Trajectory, TrajectoryGroup
-from pace_lightning.training.stream import TrajectoryStream
+from pace_lightning.training.stream import TrajectoryStream, deal
 
 DEADLINE_SECONDS = 20.0
 TENSORS = (
@@ -442,3 +443,19 @@ def test_each_wait_is_announced_and_its_end_too_however_it_ends():
     )
     assert len(drawn(stream, versions)) == 1
     assert events == ["begin", "end", "drawn", "begin", "nothing came", "end"]
+
+
+# --- what each rank gets --------------------------------------------------------------------------
+
+
+def test_ranks_know_how_much_the_largest_of_them_computes_at_the_same_time():
+    groups = [make_group(uid, length=1 + 3 * uid) for uid in range(4)]
+    batches = collate(
+        groups, version=0, num_micro_batches=4, pad_token_id=0, advantage="grpo", std_ddof=1
+    )
+    sizes = [int(batch.loss_mask.sum()) for batch in batches]
+    assert len(set(sizes)) > 2, "ranks get different numbers of tokens"
+    first, second = deal(batches, 2)
+    assert [int(batch.loss_mask.sum()) for batch in first] == sizes[0::2]
+    for hand in (first, second):
+        assert [batch.peer_tokens for batch in hand] == [max(sizes[:2]), max(sizes[2:])]
