@@ -112,8 +112,7 @@ class TrainBatch:
         self.version = version
         self.num_tokens_global = num_tokens_global
         self.num_sequences_global = num_sequences_global
-        self.micro_batch_index = micro_batch_index
-        self.num_micro_batches = num_micro_batches
+        self.micro_batch_index, self.num_micro_batches = micro_batch_index, num_micro_batches
         self.report = report
         self.peer_tokens = 0
         """Trained tokens of the largest micro-batch that ranks compute together with this one."""
