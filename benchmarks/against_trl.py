@@ -127,7 +127,8 @@ def run_trl(seed: int, steps: int, marks: Marks, overrides: Sequence[str]) -> No
     """TRL's GRPOTrainer on the same prompts, with the settings that make it fastest here.
 
     All responses of a step in one call of ``generate`` and one forward pass; bfloat16 arithmetic on
-    float32 weights; no recomputation of activations, no reference model, no logging.
+    float32 weights; no recomputation of activations, no reference model, no logging. The allocator
+    is left as it is.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
