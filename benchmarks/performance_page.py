@@ -186,9 +186,9 @@ def trl() -> Iterator[str]:
         "rate of `conf/quickstart.yaml` for\nall; ours generates with vLLM, TRL's `GRPOTrainer` "
         "with transformers, in bfloat16, all responses of a step in\none call of `generate`, both "
         "cores, no logging, no recomputation, the allocator's usual settings. Weights are written "
-        "every few steps and\nevaluated after the run by one evaluator; seconds are of training, of "
-        "that writing and of the start of vLLM.\nIn brackets: how many times faster than the first "
-        "row. Goal: 5, with three seeds."
+        "every few steps and\nevaluated after the run by one evaluator; seconds are of training, "
+        "of that writing and of the start of vLLM.\nIn brackets: how many times faster than the "
+        "first row. Goal: 5, with three seeds."
     )
     yield ""
     runs = against_trl.lines(FOLDER / against_trl.RESULTS.name, steps=against_trl.STEPS)

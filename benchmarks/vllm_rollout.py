@@ -33,7 +33,7 @@ from pace_lightning.rollout.engine import Completion, Sampling
 from pace_lightning.rollout.vllm_engine import VLLMEngine
 from pace_lightning.rollout.vllm_guard import engine_environment
 from pace_lightning.rollout.vllm_process import engine_arguments, environment
-from pace_lightning.rollout.vllm_weights import ServingDirectory
+from pace_lightning.rollout.vllm_weights import ServingDirectory, served_model
 from pace_lightning.rollout.worker import RolloutWorker
 from pace_lightning.training.policy import load_policy, load_tokenizer
 
@@ -130,7 +130,7 @@ def offline(engine: VLLMEngine, config: Config, policy: Any, prompts: Sequence[l
     from vllm import SamplingParams, TokensPrompt
 
     launch = engine._launch
-    serving = ServingDirectory(policy, weights_of(policy), launch.dtype)
+    serving = ServingDirectory(served_model(policy), launch.dtype)
     serving.write(weights_of(policy))
     parameters = SamplingParams(
         n=config.rollout.group_size,

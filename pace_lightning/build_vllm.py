@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def vllm_engine(
     """
     num_gpus = torch.cuda.device_count()
     devices = engine_devices(
-        config.engine.devices, num_gpus, config.trainer.devices, heads_of(policy.config)
+        config.engine.devices, num_gpus, config.trainer.devices, divided_sizes(policy.config)
     )
     engine = config.engine
     return VLLMEngine(
@@ -94,7 +95,10 @@ def check_vllm(config: Config) -> str:
 
     model = AutoConfig.from_pretrained(local_model(config.model.path))
     devices = engine_devices(
-        config.engine.devices, torch.cuda.device_count(), config.trainer.devices, heads_of(model)
+        config.engine.devices,
+        torch.cuda.device_count(),
+        config.trainer.devices,
+        divided_sizes(model),
     )
     way = transfer(config.engine.transfer, devices)
     version = check_installation(model, on_cpu=not devices)
@@ -107,19 +111,21 @@ def engine_cores(cores: Sequence[int], num_threads: int) -> tuple[int, ...]:
     return tuple(cores[-num_threads:])
 
 
-def heads_of(model: Any) -> tuple[int, int]:
-    """Attention heads of a model's configuration: of queries, and of keys."""
+def divided_sizes(model: Any) -> tuple[int, int, int]:
+    """What GPUs that share a model divide: heads of queries, of keys, and units of each MLP."""
     heads = int(model.num_attention_heads)
-    return heads, int(getattr(model, "num_key_value_heads", None) or heads)
+    units = [getattr(model, name, None) for name in ("intermediate_size", "moe_intermediate_size")]
+    keys = int(getattr(model, "num_key_value_heads", None) or heads)
+    return heads, keys, math.gcd(*[int(size) for size in units if size])
 
 
 def engine_devices(
     wanted: Sequence[int] | None,
     num_gpus: int,
     num_trainers: int = 1,
-    heads: tuple[int, int] = (1, 1),
+    sizes: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[int, ...]:
-    """GPUs of the engine: those named, else as many as can share the heads of those left over.
+    """GPUs of the engine: those named, else of those left over as many as can share the model.
 
     The trainer has the first ones; a single GPU is shared.
 
@@ -127,18 +133,19 @@ def engine_devices(
         wanted: by number; None: choose.
         num_gpus: of the machine.
         num_trainers: ranks of the trainer on it.
-        heads: see `heads_of`; vLLM divides both among its GPUs, or keeps heads of keys repeatedly.
+        sizes: see `divided_sizes`; heads of keys can also be kept on several GPUs.
 
-    >>> engine_devices(None, 8, 1, (32, 8)), engine_devices(None, 1), engine_devices(None, 0)
+    >>> engine_devices(None, 8, 1, (32, 8, 12288)), engine_devices(None, 1), engine_devices(None, 0)
     ((1, 2, 3, 4), (0,), ())
 
     Raises:
-        ConfigError: if those named do not exist, the trainer has them, or heads cannot be divided.
+        ConfigError: if those named do not exist, are the trainer's, or cannot share the model.
     """
 
     def fits(number: int) -> bool:
-        queries, keys = heads
-        return queries % number == 0 and (keys % number == 0 or number % keys == 0)
+        queries, keys, units = sizes
+        whole = queries % number == 0 and units % number == 0
+        return whole and (keys % number == 0 or number % keys == 0)
 
     if wanted is None:
         if num_gpus and num_trainers >= max(num_gpus, 2):
@@ -161,8 +168,8 @@ def engine_devices(
         )
     if wanted and not fits(len(wanted)):
         raise ConfigError(
-            f"engine.devices names {len(wanted)} GPUs, among which vLLM cannot divide {heads[0]} "
-            f"attention heads and {heads[1]} of keys; name another number of them"
+            f"engine.devices names {len(wanted)} GPUs, among which vLLM cannot divide {sizes[0]} "
+            f"attention heads, {sizes[1]} of keys, and an MLP of {sizes[2]}; name another number"
         )
     return tuple(wanted)
 

@@ -123,6 +123,7 @@ def _reward(conf: str) -> str:
     reward = load(conf).reward
     pool = ScorerPool(
         reward.function,
+        startup_timeout_seconds=reward.startup_timeout_seconds,
         paths=list(reward.paths),
         environment=list(reward.environment),
         memory_gib=reward.memory_gib,

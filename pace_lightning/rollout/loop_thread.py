@@ -115,12 +115,16 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         now = time.monotonic()
         deadline = now + timeout_seconds
-        remaining = timeout_seconds
-        while not wait_for_futures([future], timeout=min(_LOOK_SECONDS, max(0.0, remaining))).done:
+        remaining, excused = timeout_seconds, False
+        while True:
+            look = _LOOK_SECONDS if excused else min(_LOOK_SECONDS, max(0.0, remaining))
+            if wait_for_futures([future], timeout=look).done:
+                break
             if not self.is_alive:
                 raise self._error or RuntimeError(f"the {self._name} thread ended")
             before, now = now, time.monotonic()
-            if self._excuse():
+            was_excused, excused = excused, self._excuse()
+            if was_excused or excused:
                 deadline += now - before
             remaining = deadline - now
             if remaining < 0:

@@ -331,7 +331,7 @@ def rows_with(batch: TrainBatch, own: Tensor) -> TrainBatch:
     rows = own.any(dim=1)
     width = int(own.any(dim=0).nonzero().max()) + 1
     part = copy.copy(batch)
-    part.loss_mask = own
+    part.loss_mask, part.peer_tokens = own, 0
     for name in part.__slots__:
         value = getattr(part, name)
         if isinstance(value, Tensor):

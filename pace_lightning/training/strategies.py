@@ -22,7 +22,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from pace_lightning.training.checkpoint_files import check_room, force_to_disk
+from pace_lightning.training.checkpoint_files import CheckpointError, check_room, force_to_disk
 from pace_lightning.training.gather import WITH_WEIGHTS, is_partitioned, num_elements
 
 T = TypeVar("T")
@@ -178,10 +178,15 @@ def _whole_or_absent(strategy: ParallelStrategy, filepath: Any, config: str) -> 
     """A directory into which all ranks write; it gets its name when it is complete."""
     target = Path(strategy.broadcast(str(filepath)))
     scratch = target.with_name(f".{target.name}.part")
-    check_room(target, _state_bytes(strategy))
+    problem = None
     if strategy.is_global_zero:
         shutil.rmtree(scratch, ignore_errors=True)
-    strategy.barrier()
+        try:
+            check_room(target, _state_bytes(strategy))
+        except CheckpointError as error:
+            problem = str(error)
+    if problem := strategy.broadcast(problem):  # for all ranks or for none
+        raise CheckpointError(problem)
     yield scratch
     strategy.barrier()
     if strategy.is_global_zero:

@@ -312,9 +312,9 @@ def test_the_time_of_a_restart_does_not_count_for_a_publication(make_rig):
     rig.engine.start_gate.shut()
     rig.worker.train()
     rig.engine.start_gate.await_reached()
-    limit, begin = 0.3, time.monotonic()
+    limit = 0.3
     publishing = in_thread(lambda: rig.worker.publish(WEIGHTS, 2, timeout_seconds=limit))
-    rig.engine.until(lambda: time.monotonic() - begin > 3 * limit, "longer than its deadline")
+    time.sleep(3 * limit)  # nothing that could be waited for happens meanwhile
     rig.engine.start_gate.open()
     publishing()
     assert [version for version, _ in rig.engine.weights] == [1, 1, 2]

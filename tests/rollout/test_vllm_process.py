@@ -36,15 +36,16 @@ def test_on_a_cpu_the_engine_process_computes_on_its_own_cores():
 
 
 def test_trainer_and_engine_share_no_gpu_but_a_single_one():
-    assert engine_devices([2, 3], 4, 2, (4, 2)) == (2, 3)
+    assert engine_devices([2, 3], 4, 2, (4, 2, 8)) == (2, 3)
     assert engine_devices([0], 1, 1) == engine_devices(None, 1, 1) == (0,)
     assert engine_devices([0], 2, 1) == (0,)
     assert engine_devices(None, 0, 2) == ()
-    assert engine_devices(None, 8, 1, (32, 8)) == (1, 2, 3, 4), "7 cannot divide 32 heads"
-    assert engine_devices(None, 9, 1, (32, 4)) == tuple(range(1, 9)), "heads of keys twice"
-    assert engine_devices(None, 8, 1, (9, 3)) == (1, 2, 3)
+    assert engine_devices(None, 8, 1, (32, 8, 12288)) == (1, 2, 3, 4), "7 cannot divide 32 heads"
+    assert engine_devices(None, 9, 1, (32, 4, 768)) == tuple(range(1, 9)), "heads of keys twice"
+    assert engine_devices(None, 8, 1, (9, 3, 1536)) == (1, 2, 3)
+    assert engine_devices(None, 8, 3, (40, 40, 13824)) == (3, 4, 5, 6), "5 cannot divide the MLP"
     with pytest.raises(ConfigError, match="names 3 GPUs, among which vLLM cannot divide 32"):
-        engine_devices([1, 2, 3], 4, 1, (32, 8))
+        engine_devices([1, 2, 3], 4, 1, (32, 8, 12288))
     for wanted, num_gpus, trainers, problem in (
         ([2, 3], 4, 4, r"ranks are on GPUs 0 to 3 \(trainer.devices 4\)"),
         ([0, 1], 2, 1, "ranks are on GPUs 0 to 0"),
@@ -52,4 +53,4 @@ def test_trainer_and_engine_share_no_gpu_but_a_single_one():
         ([4], 4, 1, r"GPUs \[4\] do not exist"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            engine_devices(wanted, num_gpus, trainers, (4, 4))
+            engine_devices(wanted, num_gpus, trainers, (4, 4, 4))

@@ -11,7 +11,8 @@ PAGES = 100 * 256
 """Of 4 KiB, in each of the rounds."""
 
 PROGRAM = f"""
-import resource, torch
+import ctypes, resource, torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: small pages, whatever the system has
 from pace_lightning.training.freed_memory import keep_freed_memory
 print(int(keep_freed_memory()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

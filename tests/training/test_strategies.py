@@ -45,6 +45,20 @@ def test_one_that_breaks_off_leaves_what_was_there_before(strategy, tmp_path):
     assert (target / CONFIG).read_text() == "name: x"
 
 
+def test_what_an_earlier_attempt_left_is_removed_before_room_is_looked_for(
+    strategy, tmp_path, monkeypatch
+):
+    left = tmp_path / ".last.ckpt.part"
+    left.mkdir()
+
+    def disk_usage(_):
+        return SimpleNamespace(free=0 if left.exists() else 2**40)
+
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", disk_usage)
+    write(strategy, tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt" / CONFIG).exists()
+
+
 def test_without_room_nothing_is_begun(strategy, tmp_path, monkeypatch):
     assert _state_bytes(strategy) == 4 * 15 + 8 * 12
     usage = SimpleNamespace(free=SPARE_BYTES + 4 * 15 + 8 * 12 - 1)
