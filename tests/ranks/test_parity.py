@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 10
 TOLERANCE = 1e-6
+ROUNDING = 0.03
+"""Of a gradient in bfloat16, which has 8 bits."""
 MAX_NORM = 0.5
 SETTINGS = (
     f"optim.max_grad_norm={MAX_NORM}",
@@ -36,6 +38,16 @@ ARMS = {
         f"zero{stage}": (*TWO_BY_TWO, f"trainer.strategy=deepspeed_stage_{stage}")
         for stage in (1, 2, 3)
     },
+    "zero2, offload": (
+        *TWO_BY_TWO,
+        "trainer.strategy=deepspeed_stage_2",
+        "trainer.offload=optimizer",
+    ),
+    "zero3, offload": (
+        *TWO_BY_TWO,
+        "trainer.strategy=deepspeed_stage_3",
+        "trainer.offload=parameters",
+    ),
 }
 RECOMPUTED = ("model.gradient_checkpointing=true", "model.logprob_chunk_tokens=7")
 METHODS = {
@@ -125,6 +137,20 @@ def test_the_comparison_would_see_missing_clipping(
     settings = ("trainer.micro_batches=1", *SETTINGS, "optim.max_grad_norm=0")
     unclipped = run(tmp_path / "arm", 1, *settings)
     assert difference(unclipped, reference, "weights", STEPS - 1) > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["dapo"])
+@pytest.mark.parametrize("arm", ["zero2", "zero3"])
+def test_bfloat16_changes_a_gradient_by_its_rounding_only(
+    arm: str, method: str, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    num_ranks, *settings = ARMS[arm]
+    settings += ["trainer.precision=bf16-mixed", *METHODS[method]]
+    seen = run(tmp_path / "arm", num_ranks, *settings, *SETTINGS)
+    assert 1e-4 < difference(seen, reference, "gradients", 0) < ROUNDING
+    assert seen["norms"][0] == pytest.approx(reference["norms"][0], rel=ROUNDING)
+    assert all(weights.isfinite().all() for weights in seen["weights"])
 
 
 def test_a_publication_holds_one_bucket_at_a_time(tmp_path: Path, paths: None) -> None:
