@@ -48,7 +48,7 @@ class Connection:
         """A `WeightSender`, if weights do not go through the directory."""
         self.fatal: EngineError | None = None
         """Why the engine must not be used any more."""
-        self._served = served_model(model)
+        self._served = served_model(model, with_scales=launch.transfer == "file")
         self._launch = launch
         self._num_starts = 0
         self._startup_timeout_seconds = startup_timeout_seconds

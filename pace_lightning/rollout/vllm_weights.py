@@ -44,13 +44,13 @@ class ServedModel:
     parameters: Mapping[str, Tensor]
     """Names and shapes that every publication must have; the tensors are without memory."""
     scales: Mapping[str, float]
-    """Root mean square of each parameter."""
+    """Root mean square of each parameter; empty if no noise will be asked for."""
     tied: Mapping[str, str]
     """See `tied_parameters`."""
 
 
-def served_model(model: Any) -> ServedModel:
-    """Look at a causal LM as it is now."""
+def served_model(model: Any, *, with_scales: bool = True) -> ServedModel:
+    """Look at a causal LM as it is now; scales take a pass over all its weights."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return ServedModel(
         model=model,
@@ -62,6 +62,7 @@ def served_model(model: Any) -> ServedModel:
             name: float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
             / math.sqrt(tensor.numel())
             for name, tensor in named.items()
+            if with_scales
         },
         tied=tied_parameters(model),
     )
